@@ -1,4 +1,4 @@
-//! Assembles the guest to a flat binary, which the crate includes.
+//! Assembles the guest's program into a flat binary, which the crate includes.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ fn main() {
     println!("cargo::rerun-if-changed={}", source.display());
     println!("cargo::rerun-if-changed=build.rs");
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
-        // The crate is empty on other architectures.
+        // The crate is empty on other architectures, so there is no program to assemble.
         return;
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -20,7 +20,7 @@ fn main() {
         .arg("-o")
         .arg(&object)
         .arg(source));
-    // A program without relocations, at the address that layout.rs calls CODE.
+    // Link a program without relocations at the address `CODE` of layout.rs.
     run(Command::new("ld")
         .args(["-m", "elf_x86_64", "-Ttext=0x60000", "-e", "start"])
         .args(["--oformat", "binary", "-o"])

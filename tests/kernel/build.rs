@@ -1,12 +1,13 @@
-//! Assembles the loops that calibrate instruction counts, and compiles the hand-off client written
-//! in C.
+//! Assembles the loops that calibrate instruction counts, and compiles the client of hand-offs that
+//! is written in C.
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names and iterations of the loops; an iteration has two instructions. See src/counting.rs.
+/// The names of the loops and their numbers of iterations. An iteration has two instructions. See
+/// src/counting.rs.
 const LOOPS: [(&str, u32); 2] = [("short", 5_000_000), ("long", 30_000_000)];
 
 fn main() {
@@ -16,7 +17,7 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     for (name, rounds) in LOOPS {
         if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
-            // The program must compile on other architectures, but never runs there.
+            // The crate must compile on other architectures, but it never runs there.
             fs::write(out.join(name), "").expect("OUT_DIR can be written");
             continue;
         }
@@ -33,7 +34,7 @@ fn main() {
     client(&out);
 }
 
-/// Linked statically, because the guest has another C library.
+/// Compiles the client. It is linked statically, because the guest has another C library.
 fn client(out: &Path) {
     let sources = ["ktls_copy.c", "ktls_client.c", "ktls_client.h"];
     let sources = sources.map(|name| Path::new("../../clients").join(name));

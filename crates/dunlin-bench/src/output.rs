@@ -10,7 +10,7 @@ use clap::Args;
 use crate::results::Results;
 use crate::{report, table};
 
-/// The flags that every benchmark has.
+/// The command-line flags of every benchmark.
 #[derive(Args, Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Output {

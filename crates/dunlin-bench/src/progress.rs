@@ -29,7 +29,7 @@ impl Progress {
 
     fn write(&self, text: &str) {
         if self.is_terminal {
-            // Progress that cannot be shown must not end a measurement.
+            // Ignore errors: a measurement continues even if its progress cannot be shown.
             let _ = write!(stderr(), "\r\x1b[K{text}");
             let _ = stderr().flush();
         }

@@ -154,7 +154,7 @@ fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
     }
 }
 
-/// Plots the iterations of the last round: the pages that were sent and dirtied, over the time of
+/// Plots the pages that were sent and dirtied in each iteration of the last round, over the time of
 /// the migration.
 fn iterations(body: &mut String, row: &Row) {
     const HEIGHT: f64 = 180.0;

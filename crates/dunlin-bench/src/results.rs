@@ -68,7 +68,7 @@ impl Line<'_> {
         self
     }
 
-    /// Adds a value that is reported only for the last run, such as its iterations.
+    /// Adds a value that is reported only for the last run, such as the list of its iterations.
     pub fn detail(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.row.details.insert(name.to_owned(), value.into());
         self
@@ -140,7 +140,7 @@ impl Spread {
     }
 }
 
-/// Rounds to four decimal places; more would be noise.
+/// Rounds to four decimal places, because the measurements are not more exact.
 fn rounded(value: f64) -> Value {
     json!((value * 1e4).round() / 1e4)
 }

@@ -16,9 +16,9 @@ const AVAILABLE: &str = "MemAvailable:";
 /// less, and frees it.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
-/// and may take it back after the host has freed it. Without this call, the variant that runs next
-/// would bear that cost. With it, the kernel gives that variant the blocks that were freed last,
-/// which the hypervisor has allocated.
+/// and may take it back after the host has freed it. Without this call, the measurement of the next
+/// variant would include the time of that allocation. After this call, the kernel gives that
+/// variant the blocks that were freed last, and the hypervisor has already allocated these blocks.
 ///
 /// # Errors
 /// `/proc/meminfo` cannot be read, or the memory cannot be mapped.

@@ -78,7 +78,7 @@ pub fn connect(
         Ok(Connected { info, keyed, took })
     };
     let connected = connect_covered();
-    // The socket belongs to the caller from now on.
+    // From now on, a cancellation does not close the socket, because the caller owns it.
     cancel.release();
     if cancel.is_cancelled() {
         return Err(HandoffError::Cancelled);
@@ -87,7 +87,7 @@ pub fn connect(
 }
 
 impl ConnectionInfo {
-    /// The parameters of `keyed`, and the peer's identity as the caller determined it.
+    /// Returns the parameters of `keyed`, with `peer` as the peer's identity.
     pub(super) fn of(keyed: &Keyed, peer: Option<PeerIdentity>) -> Self {
         Self {
             at: keyed.at,
@@ -163,7 +163,7 @@ mod tests {
                 let (mut stream, _) = listener.accept().unwrap();
                 stream.read_exact(&mut [0]).unwrap();
                 cancel.cancel();
-                // Returns when the other side has closed or reset the connection.
+                // Read until the peer has closed or reset the connection.
                 let _ = stream.read_to_end(&mut Vec::new());
             });
             let deadline = begin + Duration::from_secs(60);

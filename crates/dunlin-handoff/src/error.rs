@@ -23,7 +23,9 @@ pub enum HandoffError {
         source: io::Error,
     },
     /// No address accepted the connection in time.
-    #[error("cannot reach {to}: {source}; check that the peer listens there, and the firewalls")]
+    #[error(
+        "cannot reach {to}: {source}; check that the peer listens there and that no firewall blocks it"
+    )]
     Unreachable {
         /// Name and port.
         to: String,

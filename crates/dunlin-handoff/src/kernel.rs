@@ -12,8 +12,8 @@ use dunlin_lane::provider::TlsVersion;
 pub use dunlin_lane::kernel::Refused;
 pub use dunlin_lane::record::RECORD_LIMIT;
 
-/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets. Within these limits the
-/// wait is as long as the handshake.
+/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets. Within these limits,
+/// the wait is as long as the handshake took.
 const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// A socket with kernel TLS. Its owner reads and writes plaintext; the kernel seals and opens the

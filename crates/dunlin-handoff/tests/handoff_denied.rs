@@ -17,8 +17,28 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
 
-/// The denied keys of the caller's identity apply whether the peer is trusted because of its authority,
-/// because its own certificate is in the CA bundle, or without any verification.
+/// Connects as `near`, with the trust policy `trust`, to a server with the settings `served`.
+fn outcome(near: &Host, served: &ServerTls, trust: TrustPolicy) -> Result<(), HandoffError> {
+    let provider = Provider::built_in()[0];
+    let ciphers = "TLS_AES_256_GCM_SHA384";
+    let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+    let tls = HandoffTls::new(offer, trust, None, Some(&near.load())).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::scope(|scope| {
+        // The test checks only the client's result. The server's handshake may fail, because it
+        // expects a Dunlin client.
+        scope.spawn(|| {
+            let (accepted, _) = listener.accept().unwrap();
+            drop(handshake::server(accepted, served, soon()))
+        });
+        let cancel = DialCancel::new().unwrap();
+        connect("127.0.0.1", port, &tls, soon(), &cancel).map(drop)
+    })
+}
+
+/// The denied keys of the caller's identity apply under every trust policy: if the peer is trusted
+/// by its authority or by its own certificate in the CA bundle, and if it is not verified.
 #[test]
 fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
     let root = Ca::root("root");
@@ -49,7 +69,8 @@ fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
         (None, [false; 3]),
         (Some(key_pin(&stolen.certificate)), [true; 3]),
         (Some(key_pin(&below.pem)), [true; 3]),
-        // Only the first policy builds a chain up to the root.
+        // Only the first policy builds a chain up to the root, so only that policy refuses a denied
+        // root.
         (Some(root), [true, false, false]),
     ] {
         denies(&near, denied.as_slice());
@@ -99,7 +120,7 @@ fn i6_a_hand_off_refuses_a_revoked_server_under_every_trust_policy() {
     for (serial, next_update, refused) in [
         (server.serial, current, [true; 3]),
         (other, current, [false; 3]),
-        // Only the first policy builds a chain, which needs a current list.
+        // Only the first policy builds a chain, so only that policy requires a current list.
         (other, past, [true, false, false]),
     ] {
         near.put("ca-crl.pem", &below.revoke(&[serial], next_update));

@@ -103,7 +103,7 @@ pub(super) fn begin(
         admits: |_, _| Ok(()),
     })?;
     loop {
-        // The session itself times out a peer that does not answer.
+        // This loop needs no time limit, because the session ends itself if the peer does not answer.
         match up.recv_timeout(LOOK) {
             Ok(()) => return Ok(session),
             Err(RecvTimeoutError::Timeout) if !session.is_over() => {

@@ -35,7 +35,7 @@ pub enum IpsecError {
         /// The system's error.
         source: io::Error,
     },
-    /// A record is larger than the record of any session can be.
+    /// A record exceeds the maximum size of a session's record.
     #[error("record {path} exceeds 64 MiB, the limit of a session's record: look for its entries with `ip xfrm state` and `ip xfrm policy`, remove them, then remove the file", path = path.display())]
     TooLarge {
         /// The file.
@@ -47,8 +47,8 @@ pub enum IpsecError {
         /// The file.
         path: PathBuf,
     },
-    /// Other users may write to the directory of records.
-    #[error("record directory {path} has mode {mode:03o}, so other users could write records and have policies removed: set the mode to 700", path = path.display())]
+    /// Other users may write to the directory of records, or one of them owns it.
+    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
@@ -93,7 +93,7 @@ pub enum IpsecError {
     )]
     RemovedSa(String),
     /// An earlier session left ports blocked. This session needs only some of these ports, and
-    /// connections use them.
+    /// connections still use the ports of the earlier session.
     #[error(
         "an earlier session has left ports blocked; this session needs only some of them, and \
          connections use them ({connections} now): end the connections, or request the same ports as \
@@ -126,7 +126,7 @@ pub enum IpsecError {
     /// The session would block the control connection of another session.
     #[error(
         "port {port} is that of the control connection of another session between these hosts (ports \
-         {ports}, process {pid}), and would be blocked: choose ports without it"
+         {ports}, process {pid}), and would be blocked: choose ports that do not include it"
     )]
     CoversOther {
         /// The port.

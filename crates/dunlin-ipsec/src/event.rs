@@ -20,14 +20,14 @@ pub enum Event {
         /// The reason; `None` if this side ended it.
         why: Option<String>,
     },
-    /// A session has ended, and its ports stay blocked while connections of this host use them,
-    /// because without the policies the connections would continue in the clear.
+    /// A session has ended, and its ports stay blocked while connections of this host use them.
+    /// Without the blocking policies, the connections would continue in the clear.
     StillUsed {
         /// The number of connections.
         connections: usize,
     },
-    /// The ports stay blocked after a session, and no process waits to free them: the session was
-    /// not asked to end, or the connections on its ports did not end in time.
+    /// The ports stay blocked after a session, and no process waits to free them. The reason is
+    /// that no owner requested the end, or that connections on the ports did not end in time.
     Left {
         /// The record with which a later process frees the ports.
         record: PathBuf,
@@ -47,7 +47,7 @@ pub enum Event {
         /// The record with which a later session takes the ports over.
         record: PathBuf,
     },
-    /// The policies and SAs of a dead process could not be removed, or are unknown.
+    /// The policies and SAs of a dead process could not be removed, or its record cannot be read.
     NotCleaned {
         /// The reason.
         why: String,

@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// This checks nothing if the process may not open netlink sockets.
+    /// This test checks nothing if the process may not open netlink sockets.
     #[test]
     fn a_local_connection_uses_the_loopback_device_which_seals_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

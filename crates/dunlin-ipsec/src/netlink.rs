@@ -21,7 +21,7 @@ const DONE: u16 = 3;
 const ERROR_TEXT: u16 = 1;
 /// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// The buffer for one receive; the kernel fills at most half of it with each part of a
+/// The size of the buffer for one receive; the kernel fills at most half of it with each part of a
 /// list.
 const ROOM: usize = 64 << 10;
 
@@ -122,7 +122,7 @@ impl Link {
 /// The state of reading the answers to one request.
 struct Answers {
     sequence: u32,
-    /// Whether an acknowledgement marks the end.
+    /// Whether an acknowledgement marks the end of the answers.
     acknowledged: bool,
     interrupted: bool,
 }

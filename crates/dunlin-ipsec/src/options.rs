@@ -21,7 +21,7 @@ pub struct Options {
     pub ports: PortRange,
     /// The CPUs of this host that send, each with its own SA (mode cpu).
     pub cpus: Vec<u32>,
-    /// This side's ports for ESP in UDP. A server uses them if the peer requests it.
+    /// This side's ports for ESP in UDP. A server uses them if the peer requests ESP in UDP.
     pub udp: Option<Udp>,
     /// The maximum number of SAs per epoch for the packets that the peer sends.
     pub sas_max: u16,
@@ -59,7 +59,7 @@ impl Options {
         }
     }
 
-    /// The senders for which this side requests an SA at the start, besides the fallback.
+    /// The senders for which this side requests an SA at the start, in addition to the fallback SA.
     pub(crate) fn senders(&self, mode: Mode) -> Vec<Sender> {
         match mode {
             Mode::Cpu => self.cpus.iter().copied().map(Sender::Cpu).collect(),

@@ -46,10 +46,11 @@ pub use owner::Owner;
 const EXTENSION: &str = "ipsec";
 /// The extension of a record that is being rewritten.
 const NEW_EXTENSION: &str = "new";
-/// The maximum size of a record, in bytes: far more than the lines of two epochs and as many lines
-/// for removed objects need.
+/// The maximum size of a record, in bytes. The lines of two epochs, with as many lines for removed
+/// objects, need far less.
 const MOST_BYTES: u64 = 64 << 20;
-/// Lines for removed objects that a record may have regardless of its size.
+/// A record is rewritten when its number of lines exceeds twice the number of its remaining objects
+/// by more than this value.
 const DEAD_LINES: usize = 64;
 /// The interval between attempts to acquire the lock.
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
@@ -123,7 +124,7 @@ impl RecordDirectory {
     }
 
     /// Takes over the records of dead processes in this namespace and returns them. Removes records
-    /// of an earlier boot. An unreadable record is an `Err` entry beside the others.
+    /// of an earlier boot. An unreadable record is an `Err` entry in the list.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();
@@ -218,7 +219,7 @@ impl Record {
 
     /// Whether the policies of this session, or of a predecessor, have ever let packets out through
     /// an SA. If so, a connection that relies on the SA may exist. The record lists these policies
-    /// until they are removed.
+    /// even after blocking policies have replaced them.
     pub(super) fn has_protected(&self) -> bool {
         self.is_heir || self.policies().any(Policy::lets_out)
     }
@@ -228,8 +229,8 @@ impl Record {
         self.objects.iter().filter_map(Object::policy)
     }
 
-    /// Whether the ports are freed when no connection uses them: the owner requested the end, or no
-    /// connection relies on the policies.
+    /// Whether the ports may be freed as soon as no connection uses them. They may if the owner
+    /// requested the end, or if no connection relies on the policies.
     pub(super) fn is_free(&self) -> bool {
         self.has_ended || !self.has_protected()
     }
@@ -338,7 +339,7 @@ impl Record {
     /// Reads the file, and applies its lines if it has this header. Returns the length of all
     /// complete lines: anything after them was never synced or is still being written.
     fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
-        /// A length that no header has, in bytes.
+        /// Every header is shorter than this, in bytes.
         const LONG: usize = 256;
         let mut text = Vec::new();
         let read = self.file.seek(SeekFrom::Start(0));
@@ -411,7 +412,7 @@ impl Record {
             let path = self.path.clone();
             return Err(IpsecError::TooLarge { path });
         }
-        // The position may be elsewhere after a read or a rewrite.
+        // A read or a rewrite may have moved the file position.
         let end = self.file.seek(SeekFrom::Start(before));
         let written = end.and_then(|_| self.file.write_all(text.as_bytes()));
         written.map_err(|error| {

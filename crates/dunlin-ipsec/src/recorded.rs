@@ -1,5 +1,5 @@
-//! Sessions as read from their records and the kernel: those of all processes in this network
-//! namespace, whether or not the processes respond.
+//! Lists the sessions of all processes in this network namespace, from their records and the
+//! kernel's tables. The processes need not respond.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,8 +18,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Recorded {
     /// The record file.
     pub record: PathBuf,
-    /// Whether a process holds the session. If not, that process has died or given the session up,
-    /// and [`clean_up`](super::clean_up) removes its remaining policies and SAs.
+    /// Whether a process still runs the session. If not, its process has died or has given the
+    /// session up, and [`clean_up`](super::clean_up) removes the remaining policies and SAs.
     pub is_kept: bool,
     /// The owner; `None` in a record from another release.
     pub owner: Option<Owner>,

@@ -177,8 +177,8 @@ pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<()
 }
 
 /// Like [`clean_up_dead`], but also frees the ports in `options`, which belong to Dunlin's own
-/// lanes: no other program sends from them, and a lane sends only while its session is open, so the
-/// ports need not wait for a new session.
+/// lanes. These ports need not stay blocked until a new session takes them over, because no other
+/// program sends from them, and a lane sends only while its session is open.
 ///
 /// # Errors
 /// Same as [`clean_up_dead`].
@@ -203,7 +203,8 @@ fn clean_up_records(
 ) -> Result<Option<IpsecError>, IpsecError> {
     let records = RecordDirectory::open(&options.records)?;
     let left = {
-        // While this lock is held, every other process has locked the records that it has created.
+        // While this lock is held, every other process has locked the records that it has created,
+        // so `left` takes over no record of a living process.
         let _lock = records.lock(options.timeout)?;
         records.left()?
     };

@@ -231,7 +231,7 @@ impl Tables {
     pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
         // Check only the policies that apply to all connections of the session. If the policy of a
-        // single connection is missing, these also apply to that connection's packets.
+        // single connection is missing, its packets still match one of these policies.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let installed = self.in_place_of(policy)?;
             if installed == Some(policy_of(policy)) {
@@ -282,15 +282,16 @@ impl Tables {
                     let own = policy_of(&policy);
                     let is_ours = self.in_place_of(&policy)?.is_some_and(|installed| {
                         let same = |one: &Policy| policy_of(one) == installed;
-                        // A process that died during this operation may have installed the new
-                        // policy.
+                        // If a process died during this operation, the new policy may already be
+                        // installed.
                         installed == own || recorded.iter().any(same)
                     });
                     if is_ours {
                         self.xfrm.replace_policy(&own).map_err(kernel(&policy))?;
                         self.verify_policy(&policy)?;
                     }
-                    // The record lists the original policy until this one is removed.
+                    // Leave the record unchanged: it lists the original policy until the new one is
+                    // removed.
                 }
                 Step::Remove(object) => {
                     self.remove(&object)?;

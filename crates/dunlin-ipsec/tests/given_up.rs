@@ -1,5 +1,5 @@
-//! A keying session is cancelled while the peer is silent: it ends immediately, and the peer sees the
-//! end.
+//! If a keying session is cancelled while the peer is silent, the session ends immediately and the
+//! peer's connection is closed.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Read;

@@ -1,50 +1,50 @@
-# The guest: a program that keeps its memory under watch while it writes to it.
+# The guest's program. It checks every page of its memory before it writes to the page.
 #
-# It runs in long mode at privilege level 3 from its first instruction, since some KVMs emulate
-# level 0. It takes no interrupts, calls nothing and has no stack; I/O privilege level 3 lets `in`
-# and `out` reach the VMM.
+# It runs in long mode at privilege level 3 from its first instruction, because some KVMs emulate
+# level 0. It takes no interrupts, makes no calls and has no stack. I/O privilege level 3 allows the
+# instructions `in` and `out`, which exit to the VMM.
 #
-# Guest-physical memory, identity-mapped by pages of 2 MiB that are marked accessed and dirty (so
-# that the CPU never writes the tables):
+# Guest-physical memory is identity-mapped by pages of 2 MiB. They are marked accessed and dirty, so
+# that the CPU never writes the page tables:
 #
 #     0x0001_0000   page tables, up to 66 pages
 #     0x0006_0000   this program
 #     0x0007_0000   parameter blocks, one page for each vCPU
-#     0x0008_0000   the VMM's device page, which the guest does not touch
-#     0x0040_0000   the workload's pages, up to the end of memory; none from 3 to 4 GiB
+#     0x0008_0000   16 pages that only the VMM writes, like a device
+#     0x0040_0000   the workload's pages, up to the end of memory, except for 3 to 4 GiB
 #
 # A page holds 512 words of 8 bytes. Word 0 counts the passes over the page. The exclusive or of
-# all words is the page's signature: zero if the page was zero at first, else its frame number times
-# SIGNATURE, exclusive or the seed. A visit reads the whole page, checks both, counts the pass in
-# word 0 and corrects word 511.
+# all words is the page's signature. It is zero if the page was zero at first; otherwise it is the
+# frame number times SIGNATURE, exclusive or the seed. A visit reads the whole page, checks word 0 and
+# the signature, increments word 0, and changes word 511 so that the signature stays the same.
 #
-# Registers, throughout:
+# Use of the registers:
 #
 #     rdi          this vCPU's parameter block
 #     r12          the seed of the live values
 #     xmm8..xmm15  the live values, which a migration must preserve; ymm8..ymm15 with AVX
 #     rbx          visits left in this batch
-#     rbp, rsi     during a visit: its set of pages, the page's address
+#     rbp, rsi     during a visit: the address of the page's set, and the page's address
 #     all others   scratch
 
     .intel_syntax noprefix
     .code64
 
     # Ports.
-    .set PORT_BEAT, 0x500           # in: a beat; the answer is the number of visits to make
-    .set PORT_STOPPED, 0x501        # out: the guest found an error; its code
+    .set PORT_BEAT, 0x500           # in: a beat; the guest reads the number of visits to make
+    .set PORT_STOPPED, 0x501        # out: the guest has found an error and writes its code
     .set PORT_POWER_OFF, 0x502      # out: the guest has executed POWER_OFF
     .set POWER_OFF, 0xffffffff      # the answer to a beat that ends the guest
 
-    # The parameter block: first the fields that the VMM sets.
+    # Offsets in the parameter block. These fields are set by the VMM.
     .set HAS_AVX, 0x00
     .set SEED, 0x08
     .set FILL_END, 0x10             # frame number of the first page that was not filled
     .set FILL, 0x18                 # 0 zero, 1 random, 2 mixed, 3 sparse
-    .set SHARE, 0x20                # visits in a hundred that go to set 0
+    .set SHARE, 0x20                # percentage of visits that go to set 0
     .set SET_0, 0x40
     .set SET_1, 0x80
-    # Then the guest's counters.
+    # These fields are counters and results of the guest.
     .set SHARE_SUM, 0x28
     .set VISITS, 0xc0
     .set LAST_TSC, 0xc8
@@ -54,12 +54,12 @@
     .set STOP_EXPECTED, 0xe8
     .set STOP_FOUND, 0xf0
 
-    # A set of pages, each visited once in every pass.
-    .set BASE, 0x00                 # number of its first page, counted without the hole
-    .set COUNT, 0x08                # pages
-    .set CURSOR, 0x10               # the next page, from BASE
+    # Offsets in a set of pages. Each page is visited once in every pass.
+    .set BASE, 0x00                 # number of the set's first page, counted without the hole
+    .set COUNT, 0x08                # number of pages
+    .set CURSOR, 0x10               # position of the next page, relative to BASE
     .set LEFT, 0x18                 # visits left in this pass
-    .set PASS, 0x20                 # passes done
+    .set PASS, 0x20                 # completed passes
     .set MULTIPLIER, 0x28           # next = (cursor * MULTIPLIER + INCREMENT) & MASK,
     .set INCREMENT, 0x30            # repeated until it is below COUNT
     .set MASK, 0x38
@@ -74,7 +74,7 @@
     .set LOST_AVX, 4
     .set TSC_WENT_BACK, 5
 
-# xmm0 = the live value number `turn`: r12 turned by eight bits for each, and its complement.
+# Sets xmm0 to live value number `turn`: r12 rotated right by 8 * turn bits, and its complement.
     .macro LIVE_VALUE turn
     mov     rax, r12
     ror     rax, 8 * \turn
@@ -84,7 +84,7 @@
     punpcklqdq xmm0, xmm1
     .endm
 
-# With AVX the upper half is the value with its two words exchanged.
+# Writes a live value to a register. With AVX, the upper half is the value with its two words exchanged.
     .macro PLANT turn, low, whole
     LIVE_VALUE \turn
     movdqa  \low, xmm0
@@ -190,7 +190,7 @@ visit:
     test    r10, r10            # mixed: zero where the product's top bit is set
     js      4f
     jmp     3f
-9:  mov     eax, esi            # sparse: zero but for the middle page of each 2 MiB
+9:  mov     eax, esi            # sparse: zero except for the middle page of each 2 MiB
     and     eax, 511
     cmp     eax, 256
     jne     4f
@@ -256,7 +256,7 @@ visit:
     jnz     visit
     jmp     beat
 
-# Errors: sets r8 to the code, r15 to the frame, r9 to the expected and r11 to the actual value.
+# Reports an error. r8: the code. r15: the frame. r9: the expected value. r11: the actual value.
 wrong_pass:
     mov     r8d, WRONG_PASS
     jmp     stop

@@ -1,4 +1,4 @@
-//! Guest state at its first instruction: page tables, program, parameter blocks,
+//! The state of a guest before its first instruction: page tables, program, parameter blocks and
 //! registers.
 
 use std::io;
@@ -13,17 +13,17 @@ use crate::layout::{self, CODE, TABLES, block, block_start};
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/workload.bin"));
 
-/// The flags of a page table entry: present, writable, accessible to privilege level 3, and
-/// already marked as accessed.
+/// The flags of a page table entry: present, writable, accessible to privilege level 3, and marked
+/// as accessed.
 const TABLE: u64 = 0b10_0111;
-/// Like [`TABLE`], but for a page of 2 MiB that is already marked as dirty.
+/// The flags of an entry for a page of 2 MiB: the flags of [`TABLE`], page size and dirty.
 const LARGE_PAGE: u64 = TABLE | 0b1100_0000;
 
-/// Memory mapped by one page directory.
+/// Bytes of memory that one page directory maps.
 const DIRECTORY_BYTES: u64 = 1 << 30;
 
-/// Writes page tables, program and parameter blocks. Only the machine that starts the guest
-/// needs this: at a destination they arrive with the guest's memory.
+/// Writes page tables, program and parameter blocks. A destination does not call this function,
+/// because it receives all of them with the guest's memory.
 pub(crate) fn write_memory(
     memory: &TrackedMemory,
     config: &Config,
@@ -64,7 +64,7 @@ pub(crate) fn write_memory(
 
 /// Puts a vCPU into long mode at privilege level 3, at the program's first instruction.
 pub(crate) fn set_registers(vcpu: &Vcpu, index: u8, seed: u64, has_avx: bool) -> io::Result<()> {
-    // Intel SDM volume 3, sections 2.5 and 2.2.1.
+    // The bits of CR0, CR4 and EFER (Intel SDM volume 3, sections 2.5 and 2.2.1).
     const CR0_PROTECTION: u64 = 1;
     const CR0_MONITOR: u64 = 1 << 1;
     const CR0_EXTENSION_TYPE: u64 = 1 << 4;
@@ -75,7 +75,8 @@ pub(crate) fn set_registers(vcpu: &Vcpu, index: u8, seed: u64, has_avx: bool) ->
     const CR4_SSE_EXCEPTIONS: u64 = 1 << 10;
     const CR4_XSAVE: u64 = 1 << 18;
     const EFER_LONG_MODE: u64 = 1 << 8 | 1 << 10;
-    /// Bit 1 is always set; I/O privilege level 3.
+    /// Bit 1, which is always set, and I/O privilege level 3, with which the guest may access
+    /// ports.
     const RFLAGS: u64 = 1 << 1 | 3 << 12;
     const XCR0_X87_SSE_AVX: u64 = 0b111;
 
@@ -136,7 +137,8 @@ pub(crate) fn set_registers(vcpu: &Vcpu, index: u8, seed: u64, has_avx: bool) ->
     registers.r12 = seed ^ (u64::from(index) << 56);
     vcpu.set_regs(&registers)?;
 
-    // By default all vCPUs but the first wait for a start-up interrupt.
+    // By default, all vCPUs except the first wait for a start-up interrupt. Here, they run
+    // immediately.
     vcpu.set_mp_state(kvm_mp_state {
         mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE,
     })?;

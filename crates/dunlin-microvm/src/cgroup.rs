@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 /// A memory limit of a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryLimit {
-    /// Bytes for all processes in the group together.
+    /// The limit in bytes, for all processes of the group together.
     pub bytes: u64,
-    /// The file that sets it.
+    /// The file that sets the limit.
     pub file: PathBuf,
 }
 
-/// The lowest memory limit of this process, set by its own group or by an ancestor of that
-/// group; `None` without a limit or without visible control groups.
+/// The lowest memory limit of this process, set by its own group or by an ancestor of that group.
+/// `None` if there is no limit or no control group is visible.
 ///
 /// # Errors
 /// /proc cannot be read.
@@ -50,8 +50,8 @@ pub(crate) fn swap_bytes() -> io::Result<u64> {
     Ok(kibibytes.unwrap_or(0) << 10)
 }
 
-/// Returns, for each hierarchy that can limit memory, its mount point, this process's group
-/// in it, and the name of the limit's file. The arguments are the content of
+/// Returns, for each hierarchy that can limit memory, its mount point, this process's group in it,
+/// and the name of the file with the limit. The arguments are the contents of
 /// /proc/self/cgroup (cgroups(7)) and /proc/self/mountinfo (proc_pid_mountinfo(5)).
 fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static str)> {
     let mut found = Vec::new();
@@ -77,7 +77,7 @@ fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static st
             let named = fields.next()?.split(',').any(|one| one == controllers);
             fields.next().filter(|_| named)
         });
-        // The mount may show only part of the hierarchy; a group outside it is not
+        // The mount may show only a part of the hierarchy. A group outside that part is not
         // visible.
         let below = group.and_then(|group| Path::new(group).strip_prefix(root).ok());
         if let Some(below) = below {

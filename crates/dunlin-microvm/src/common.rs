@@ -1,4 +1,4 @@
-//! State that both kinds of guest share: memory, control, beats and pace.
+//! State that KVM guests and process guests share: memory, control, beats and pace.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,14 @@ use crate::control::Control;
 use crate::heart::Heart;
 use crate::pace::{Pace, Pacer};
 
-/// State shared by the threads of a guest and the rest of the machine.
+/// State shared by the threads of a guest and the rest of the machine. A *beat* is the message that
+/// each vCPU sends to the VMM about every millisecond.
 #[derive(Debug)]
 pub(crate) struct Common {
     pub(crate) memory: Arc<TrackedMemory>,
     pub(crate) control: Control,
     pub(crate) heart: Heart,
-    /// Number of visits of all vCPUs after which the guest must power off.
+    /// Total number of page visits by all vCPUs after which the guest must power off.
     pub(crate) power_off_at: AtomicU64,
     pub(crate) pace: Pace,
 }
@@ -33,9 +34,9 @@ impl Common {
         }
     }
 
-    /// Records a beat of a vCPU at time `tsc` of the guest's clock. Waits until the next
-    /// visits of that vCPU are due and returns their number, or `None` if the guest must
-    /// power off. `visits` is the number of visits by all vCPUs so far.
+    /// Records a beat of a vCPU at time `tsc` of the guest's clock. Waits until that vCPU may visit
+    /// more pages and returns the number of visits, or `None` if the guest must power off. The
+    /// function `visits` returns the number of visits by all vCPUs so far.
     pub(crate) fn beat(
         &self,
         vcpu: u8,

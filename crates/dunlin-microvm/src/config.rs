@@ -6,7 +6,8 @@ use thiserror::Error;
 /// Guest-physical address of the workload's first page.
 pub const WORKLOAD_START: u64 = 0x40_0000;
 
-/// Maximum memory of a machine: as much as its page tables can map, excluding the hole.
+/// Maximum memory of a machine in bytes: as much as its page tables can map, without the hole below
+/// 4 GiB.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;
 /// Maximum number of vCPUs.
 pub(crate) const VCPU_LIMIT: u8 = 4;
@@ -18,7 +19,7 @@ pub(crate) const NAME_LIMIT_BYTES: usize = 255;
 pub struct Config {
     /// Name for display and logs; at most 255 bytes.
     pub name: String,
-    /// The machine's identity.
+    /// Unique identifier of the machine.
     pub uuid: [u8; 16],
     /// The kind of guest.
     pub guest: GuestKind,
@@ -30,19 +31,19 @@ pub struct Config {
     pub backing: Backing,
     /// Initial content of the workload's pages.
     pub fill: Fill,
-    /// The number of bytes from the start that `fill` applies to; later pages are zero and
-    /// unpopulated. `None` means all.
+    /// The number of bytes, from the start of the workload's pages, that `fill` applies to. Later
+    /// pages are zero and unpopulated. `None` means all pages.
     pub fill_bytes: Option<u64>,
     /// The order in which the guest visits its pages.
     pub workload: Workload,
-    /// Bytes that the guest visits, counted from the start of the workload's pages. `None`
-    /// means all.
+    /// The number of bytes that the guest visits, from the start of the workload's pages. `None`
+    /// means all pages.
     pub working_set_bytes: Option<u64>,
-    /// Page visits per second of the whole machine; 0 for no limit.
+    /// Page visits per second, by all vCPUs together; 0 for no limit.
     pub dirty_rate: u64,
-    /// Seed of the memory content.
+    /// Seed from which the memory content is computed.
     pub seed: u64,
-    /// Number of visits after which the guest powers itself off.
+    /// Number of page visits after which the guest powers itself off. `None` means never.
     pub power_off_after: Option<u64>,
 }
 
@@ -76,7 +77,7 @@ pub struct HostOptions {
 }
 
 impl Default for HostOptions {
-    /// Uses transparent huge pages for private memory.
+    /// The default options: transparent huge pages for private memory, and no digests.
     fn default() -> Self {
         Self {
             huge_pages: true,
@@ -86,22 +87,22 @@ impl Default for HostOptions {
 }
 
 impl HostOptions {
-    /// Whether to advise transparent huge pages for the guest's memory, if it is
-    /// private ([`Backing::Private`]). Best effort: a kernel without them changes
-    /// nothing.
+    /// Sets whether to advise transparent huge pages for the guest's memory, if the memory is
+    /// private ([`Backing::Private`]). It has no effect on a kernel without transparent huge pages.
     ///
-    /// Drawback: touching a page populates the 2 MiB around it, so a guest with scattered
-    /// content takes up to 512 times as much memory as its pages need. Alternative: no huge
-    /// pages, at twice the CPU time for populating and moving dense memory.
+    /// Drawback: touching a page populates the 2 MiB around it, so a guest with scattered content
+    /// takes up to 512 times as much memory as its pages need. Without huge pages, populating and
+    /// moving dense memory takes twice the CPU time.
     #[must_use]
     pub fn huge_pages(mut self, advised: bool) -> Self {
         self.huge_pages = advised;
         self
     }
 
-    /// Whether an arriving machine keeps a digest of each page, for
-    /// [`Movable::digests_at_resume`](crate::Movable::digests_at_resume). Takes CPU time
-    /// for each page received, and 8 bytes for each page of memory; 16 during that call.
+    /// Sets whether an arriving machine keeps a digest of each page, for
+    /// [`Movable::digests_at_resume`](crate::Movable::digests_at_resume). The digests take CPU time
+    /// for each page received and 8 bytes of memory for each guest page, or 16 bytes during that
+    /// call.
     #[must_use]
     pub fn digests(mut self, kept: bool) -> Self {
         self.digests = kept;
@@ -112,38 +113,39 @@ impl HostOptions {
 /// The kind of guest of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
-    /// A guest on KVM.
+    /// Threads of this process, one per vCPU, that visit the memory like a KVM guest. Hosts without
+    /// /dev/kvm can run a process guest.
     Kvm,
-    /// Threads of this process, one per vCPU, that visit the memory in the same way:
-    /// for hosts without /dev/kvm.
+    /// Threads of this process, one per vCPU, that visit the memory in the same way. Hosts without
+    /// /dev/kvm can run such a guest.
     Process,
 }
 
-/// Content of a page before its first visit. The guest and descriptions use its number.
+/// Content of a page before its first visit. The guest program and the VM description store the
+/// number of a variant, so these numbers must not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Zeros; never populated.
+    /// Zeros. The pages are not populated.
     Zero = 0,
     /// Words that do not compress.
     Random = 1,
-    /// About half the pages as in `Random`, the others as in `Zero`, in irregular runs.
+    /// About half the pages as with `Random`, the others as with `Zero`, in irregular runs.
     Mixed = 2,
-    /// One page as in `Random` in the middle of each 2 MiB, the others as in `Zero`:
-    /// the worst case for huge pages.
+    /// In each 2 MiB, the page in the middle as with `Random` and the others as with `Zero`. This
+    /// is the worst case for huge pages.
     Sparse = 3,
 }
 
 /// The order in which each vCPU visits its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workload {
-    /// No visits, only beats.
+    /// The guest visits no pages and only sends beats.
     Idle,
-    /// In order.
+    /// In the order of addresses.
     Sequential,
     /// In a scattered order that visits each page once per pass.
     Random,
-    /// The first eighth of the pages gets a share of the visits, the other pages get
-    /// the rest.
+    /// The first eighth of the pages gets a share of the visits, and the other pages get the rest.
     HotSet {
         /// Percentage of the visits that go to the first eighth: 0 to 100.
         share_percent: u8,
@@ -151,7 +153,7 @@ pub enum Workload {
 }
 
 impl Workload {
-    /// Nine of ten visits go to the first eighth.
+    /// Nine of ten visits go to the first eighth of the pages.
     pub const HOT_SET: Self = Self::HotSet { share_percent: 90 };
 }
 
@@ -167,7 +169,8 @@ pub enum ConfigError {
     /// `vcpus` is out of range.
     #[error("vCPU count {0} out of range (1–{VCPU_LIMIT})")]
     Vcpus(u8),
-    /// The working set is larger than the memory after the first 4 MiB.
+    /// The working set is larger than the memory after the first 4 MiB, where the workload's pages
+    /// start.
     #[error("working set of {set} bytes exceeds the workload's {room} bytes")]
     WorkingSet {
         /// The configured size, in bytes.
@@ -175,10 +178,11 @@ pub enum ConfigError {
         /// The available size, in bytes.
         room: u64,
     },
-    /// Each vCPU needs its own pages, at least eight, so that it has a hot eighth.
+    /// The working set has fewer than eight pages per vCPU. Each vCPU has its own pages, and an
+    /// eighth of them must be at least one page.
     #[error("working set of {0} bytes below the minimum of eight pages per vCPU")]
     SmallWorkingSet(u64),
-    /// The share is above 100 %.
+    /// The share of the hot set is above 100 %.
     #[error("hot-set share {0} % out of range (0–100)")]
     Share(u8),
 }
@@ -187,7 +191,7 @@ impl Config {
     /// Checks the configuration.
     ///
     /// # Errors
-    /// The first invalid value.
+    /// An error for the first invalid value.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.name.len() > NAME_LIMIT_BYTES {
             return Err(ConfigError::Name);

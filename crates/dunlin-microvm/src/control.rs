@@ -1,5 +1,5 @@
-//! Running and parking vCPUs: one lock between the vCPU threads and the callers that
-//! control them.
+//! Runs and parks vCPUs. A parked vCPU's thread waits outside the guest. One lock synchronises the
+//! vCPU threads with the callers that control them.
 
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use thiserror::Error;
 /// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmState {
-    /// The machine is built or being loaded; it has never run on this host.
+    /// The machine is built or being loaded. It has never run on this host.
     Created,
     /// The guest runs.
     Running,
@@ -20,16 +20,15 @@ pub enum VmState {
     Paused,
     /// The guest has powered itself off.
     PoweredOff,
-    /// The guest's own check failed.
+    /// A check in the guest's program failed.
     Stopped(Stop),
     /// KVM or the VMM failed. The text is the reason, for display.
     Failed(String),
-    /// The guest runs, or is paused, on another host: this copy must never run again
-    /// (I1).
+    /// The guest runs, or is paused, on another host. This copy must never run again (I1).
     Moved,
 }
 
-/// For display and logs.
+/// The state as text, for display and logs.
 impl fmt::Display for VmState {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -37,7 +36,7 @@ impl fmt::Display for VmState {
             Self::Running => formatter.write_str("running"),
             Self::Paused => formatter.write_str("paused"),
             Self::PoweredOff => formatter.write_str("powered-off"),
-            Self::Stopped(stop) => write!(formatter, "stopped by its own check: {stop}"),
+            Self::Stopped(stop) => write!(formatter, "stopped by a guest check: {stop}"),
             Self::Failed(why) => write!(formatter, "failed: {why}"),
             Self::Moved => formatter.write_str("moved"),
         }
@@ -45,7 +44,7 @@ impl fmt::Display for VmState {
 }
 
 impl VmState {
-    /// Fails unless the machine was built and never started.
+    /// Returns an error if the machine has been started or loaded.
     pub(crate) fn must_be_created(&self) -> Result<(), ControlError> {
         match self {
             Self::Created => Ok(()),
@@ -63,10 +62,10 @@ impl VmState {
     }
 }
 
-/// The result of a failed check of the guest.
+/// The report of a check that failed in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stop {
-    /// The vCPU that failed.
+    /// The vCPU whose check failed.
     pub vcpu: u8,
     /// The kind of error.
     pub code: StopCode,
@@ -78,7 +77,7 @@ pub struct Stop {
     pub found: u64,
 }
 
-/// For display and logs: the error, its location, and the guest's code.
+/// The error, its location and the guest's code as text, for display and logs.
 impl fmt::Display for Stop {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -111,10 +110,10 @@ impl fmt::Display for Stop {
     }
 }
 
-/// The kind of error found by the guest's check.
+/// The kind of error that a check in the guest has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCode {
-    /// 1: a page has the wrong number of visits. It is stale, or newer than expected.
+    /// 1: a page has the wrong number of visits, so it is stale or newer than expected.
     WrongPass,
     /// 2: a page's words do not match its signature.
     WrongContent,
@@ -124,7 +123,7 @@ pub enum StopCode {
     LostAvx,
     /// 5: the TSC went backwards.
     TscWentBack,
-    /// A code unknown to this VMM.
+    /// Any other code.
     Unknown(u64),
 }
 
@@ -147,16 +146,16 @@ pub enum ControlError {
     /// The machine has ended.
     #[error("the machine has ended: {0}")]
     Ended(VmState),
-    /// Only a machine that was never started can be filled, started or loaded.
+    /// The machine has been started or loaded. Only a new machine can be filled, started or loaded.
     #[error("the machine has already been started")]
     Started,
-    /// A machine built from a description has no program and no registers.
+    /// The machine was built from a description, so it has no program and no registers.
     #[error("the machine was built for loading and cannot be started")]
     Empty,
-    /// Only a paused machine can be resumed.
+    /// The machine has never run, so it is not paused. Only a paused machine can be resumed.
     #[error("the machine has not been started")]
     NotStarted,
-    /// The throttle would leave the guest no time.
+    /// The throttle percentage would leave the guest no time to run.
     #[error("throttle {0} % out of range (0–99)")]
     Throttle(u8),
 }
@@ -164,21 +163,21 @@ pub enum ControlError {
 #[derive(Debug)]
 struct Inner {
     state: VmState,
-    /// The machine is dropped: its threads return.
+    /// Set when the machine is dropped, so that its threads return.
     exits: bool,
-    /// vCPU threads that are outside KVM_RUN, have unlocked their vCPU, and wait.
+    /// Number of vCPU threads that are outside KVM_RUN, have unlocked their vCPU, and wait.
     parked: u8,
     throttle_percent: u8,
 }
 
 impl Inner {
-    /// Whether vCPUs may be in the guest.
+    /// Whether vCPUs may run the guest.
     fn runs(&self) -> bool {
         self.state == VmState::Running && !self.exits
     }
 }
 
-/// The lock, and the condition variable that every change signals.
+/// The state behind its lock, with a condition variable that is notified of every change.
 #[derive(Debug)]
 pub(crate) struct Control {
     inner: Mutex<Inner>,
@@ -204,7 +203,7 @@ impl Control {
         wait(&self.changed, inner, None)
     }
 
-    /// Waits while `waits` holds, or until `deadline`.
+    /// Waits until `waits` returns false or `deadline` has passed.
     fn wait_while(
         &self,
         deadline: Instant,
@@ -221,7 +220,7 @@ impl Control {
         lock(&self.inner).state.clone()
     }
 
-    /// Runs a machine that is in the state `from`, which must be created or paused.
+    /// Runs the machine. Its state must be `from`, which is `Created` or `Paused`.
     pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         match &inner.state {
@@ -236,8 +235,8 @@ impl Control {
         Ok(())
     }
 
-    /// Makes every vCPU park; `wake` makes those in the guest leave it. Returns once
-    /// all are parked.
+    /// Makes every vCPU park. `wake` makes vCPUs that run the guest leave it. Returns once all
+    /// vCPUs are parked.
     pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         if inner.state == VmState::Running {
@@ -247,7 +246,7 @@ impl Control {
             wake();
             inner = lock(&self.inner);
         }
-        // Another thread may have resumed the machine in the meantime; if so, stop waiting.
+        // Another thread may have resumed the machine in the meantime. If so, stop waiting.
         while inner.parked < self.vcpus && !inner.runs() {
             inner = self.wait(inner);
         }
@@ -257,8 +256,8 @@ impl Control {
         }
     }
 
-    /// Loads a source's state with `load` into a machine that was never started. If `load`
-    /// fails, the machine is in the failed state.
+    /// Calls `load` to load a source's state into a machine that was never started. If `load`
+    /// fails, the machine enters the state `Failed`.
     pub(crate) fn load<T, E: std::error::Error + From<ControlError>>(
         &self,
         load: impl FnOnce() -> Result<T, E>,
@@ -273,8 +272,8 @@ impl Control {
         result
     }
 
-    /// Ends the machine in `state`, unless it has ended; `wake` makes the other vCPUs
-    /// leave the guest.
+    /// Ends the machine: sets `state`, unless the machine has already ended. `wake` makes every
+    /// vCPU that runs the guest leave it.
     pub(crate) fn end(&self, state: VmState, wake: impl Fn()) {
         let mut inner = lock(&self.inner);
         if inner.state.has_ended() {
@@ -286,7 +285,7 @@ impl Control {
         wake();
     }
 
-    /// Waits until the machine has ended, or until `deadline`.
+    /// Waits until the machine has ended or `deadline` has passed.
     pub(crate) fn wait_until_ended(&self, deadline: Instant) -> VmState {
         let inner = self.wait_while(deadline, |inner| !inner.state.has_ended());
         inner.state.clone()
@@ -308,7 +307,7 @@ impl Control {
         lock(&self.inner).throttle_percent
     }
 
-    /// Waits until the vCPU may run; returns false if its thread must return.
+    /// Waits until the vCPU may run. Returns false if the vCPU's thread must return.
     pub(crate) fn wait_to_run(&self) -> bool {
         let mut inner = lock(&self.inner);
         while !inner.runs() {
@@ -332,7 +331,7 @@ impl Control {
         lock(&self.inner).runs()
     }
 
-    /// Waits until `due`; returns false if the vCPU must leave the guest before that.
+    /// Waits until `due`. Returns false if the vCPU must leave the guest before that time.
     pub(crate) fn wait_until(&self, due: Instant) -> bool {
         self.wait_while(due, Inner::runs).runs()
     }

@@ -1,4 +1,4 @@
-//! The CPUID table of a guest, and whether this host can provide its features.
+//! The CPUID table of a guest, and the check that this host provides the features in it.
 
 use std::io;
 
@@ -7,22 +7,25 @@ use kvm_ioctls::{Kvm, VcpuFd};
 
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// Bytes of an entry in a description.
+/// Size of an encoded CPUID entry in a description.
 const ENTRY_BYTES: usize = 28;
 
 /// The CPUID table that a guest sees.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Table(Vec<kvm_cpuid_entry2>);
 
-/// An entry has integers only, though the bindings do not derive `Eq` for it.
+/// Equality is total: the bindings do not derive `Eq` for an entry, but all its fields are
+/// integers.
 impl Eq for Table {}
 
-/// A register with feature bits: a guest that has seen a feature needs it on every host.
+/// An output register of CPUID with feature bits. A guest that has seen a feature needs it on every
+/// host.
 struct Word {
     function: u32,
     index: u32,
     register: usize,
-    /// Bits that depend on the guest's own settings or differ by host without harm.
+    /// Bits that are not compared, because they depend on the guest's own settings or may differ
+    /// between hosts.
     ignored: u32,
 }
 
@@ -40,8 +43,7 @@ const fn word(function: u32, index: u32, register: usize, ignored: u32) -> Word 
     }
 }
 
-/// Location of the feature bits (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix
-/// E).
+/// The registers with feature bits (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix E).
 const WORDS: [Word; 16] = [
     word(1, 0, ECX, 1 << 27),
     word(1, 0, EDX, 0),
@@ -51,7 +53,7 @@ const WORDS: [Word; 16] = [
     word(7, 1, EAX, 0),
     word(7, 1, EDX, 0),
     word(7, 2, EDX, 0),
-    // The components that XCR0 can enable, and the instructions to save them.
+    // The state components that XCR0 can enable, and the instructions that save them.
     word(0xd, 0, EAX, 0),
     word(0xd, 0, EDX, 0),
     word(0xd, 1, EAX, 0),
@@ -63,7 +65,7 @@ const WORDS: [Word; 16] = [
 ];
 
 impl Table {
-    /// Everything that this host's KVM supports.
+    /// Returns the table of all features that this host's KVM supports.
     pub(crate) fn supported(kvm: &Kvm) -> io::Result<Self> {
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
         Ok(Self(supported.as_slice().to_vec()))
@@ -78,14 +80,14 @@ impl Table {
             })
     }
 
-    /// Whether the guest can use AVX, that is, sees XSAVE and AVX.
+    /// Whether the guest sees both XSAVE and AVX, so that it can use AVX.
     pub(crate) fn has_avx(&self) -> bool {
         const XSAVE_AND_AVX: u32 = 1 << 26 | 1 << 28;
         self.register(1, 0, ECX) & XSAVE_AND_AVX == XSAVE_AND_AVX
     }
 
-    /// Features of this table that `host` lacks, for display; `None` if the guest can
-    /// run there.
+    /// The features of this table that `host` lacks, as text for display. `None` if the guest can
+    /// run on `host`.
     pub(crate) fn missing_on(&self, host: &Self) -> Option<String> {
         let vendor = |table: &Self| [EBX, EDX, ECX].map(|register| table.register(0, 0, register));
         if vendor(self) != vendor(host) {
@@ -94,7 +96,7 @@ impl Table {
                 String::from_utf8_lossy(&bytes).into_owned()
             };
             let (here, there) = (name(host), name(self));
-            return Some(format!("the CPU vendor is {here}, not {there}"));
+            return Some(format!("CPU vendor {there}, while this host has {here}"));
         }
         let missing: Vec<String> = WORDS
             .iter()
@@ -114,7 +116,7 @@ impl Table {
         (!missing.is_empty()).then(|| missing.join(", "))
     }
 
-    /// Sets the table on one vCPU, with the vCPU's number in the fields that contain one.
+    /// Sets the table on one vCPU. Fields that contain the vCPU's number get `index`.
     pub(crate) fn show(&self, vcpu: &VcpuFd, index: u8) -> io::Result<()> {
         let mut entries = self.0.clone();
         for entry in &mut entries {
@@ -183,8 +185,8 @@ mod tests {
         let guest = table(1, 0b0110);
         assert_eq!(guest.missing_on(&guest), None);
         assert_eq!(guest.missing_on(&table(1, 0b1110)), None);
-        // Bit 27 (OSXSAVE) shows what the guest has enabled, not what the host offers, so it is
-        // ignored.
+        // OSXSAVE (bit 27) is ignored, because it shows what the guest has enabled, and not what
+        // the host offers.
         assert_eq!(table(1, 1 << 27).missing_on(&table(1, 0)), None);
         let missing = guest.missing_on(&table(1, 0b0100)).unwrap();
         assert_eq!(missing, "CPUID 0x1.0 ECX 0x00000002");

@@ -15,17 +15,17 @@ use crate::config::{Config, ConfigError, Fill, GuestKind, NAME_LIMIT_BYTES, Work
 use crate::cpuid::Table;
 use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64, put_optional_u64};
 
-/// The first field of every description: the kind of guest and the layout of the rest.
-/// A reader stops at an unknown value.
+/// The first field of a KVM guest's description. The first field states the kind of guest, which
+/// determines the layout of the remaining fields. Decoding fails at an unknown value.
 const KVM: u16 = 1;
-/// Like [`KVM`], but without TSC rate and CPUID table.
+/// The first field for a process guest, whose description has no TSC rate and no CPUID table.
 const PROCESS: u16 = 2;
 
-/// Frequency of a process guest's clock, in kHz: it counts nanoseconds since 1970.
+/// Frequency of a process guest's clock, in kHz. The clock counts nanoseconds since 1970.
 const PROCESS_TSC_KHZ: u32 = 1_000_000;
 
-/// Difference up to which two TSC rates count as equal: the kernel's default tolerance
-/// (`tsc_tolerance_ppm` of arch/x86/kvm/x86.c).
+/// Largest difference at which two TSC rates count as equal, in parts per million: the kernel's
+/// default tolerance (`tsc_tolerance_ppm` of arch/x86/kvm/x86.c).
 const TSC_TOLERANCE_PPM: u64 = 250;
 
 /// The description from which a destination builds a machine.
@@ -33,35 +33,35 @@ const TSC_TOLERANCE_PPM: u64 = 250;
 pub struct VmDescription {
     /// The machine's configuration.
     pub config: Config,
-    /// Frequency of the guest's TSC in kHz; for a process guest, of its clock.
+    /// Frequency of the guest's TSC in kHz, or of a process guest's clock.
     pub tsc_khz: u32,
     pub(crate) cpuid: Table,
 }
 
-/// Why this host cannot run a described machine.
+/// Why this host cannot run the machine that a description describes.
 #[derive(Debug, Error)]
 pub enum DescribeError {
-    /// The bytes are not a description.
+    /// The bytes cannot be decoded as a description.
     #[error("cannot decode the machine's description")]
     Decode(#[from] DecodeError),
-    /// A newer version.
+    /// The description has an unknown version, possibly of a newer release.
     #[error("machine description version {0} not supported (only {KVM} and {PROCESS})")]
     Version(u16),
     /// The configuration is invalid.
     #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
-    /// Different TSC rates.
+    /// The TSC rates of the guest and this host differ.
     #[error(
-        "the guest's TSC runs at {guest_khz} kHz, this host's at {host_khz} kHz, and this CPU cannot \
-         scale it: choose a host with the same rate"
+        "this host's TSC runs at {host_khz} kHz, not at the guest's {guest_khz} kHz, and this CPU \
+         cannot scale the TSC: choose a host with the guest's TSC rate"
     )]
     TscRate {
-        /// The guest's rate.
+        /// The guest's TSC rate in kHz.
         guest_khz: u32,
-        /// This host's.
+        /// This host's TSC rate in kHz.
         host_khz: u32,
     },
-    /// Missing CPU features.
+    /// This host's CPU lacks features that the guest uses.
     #[error("this host's CPU lacks features of the guest: {0}")]
     Cpuid(String),
     /// This host's KVM cannot be queried.
@@ -69,7 +69,7 @@ pub enum DescribeError {
     Kvm(#[source] io::Error),
 }
 
-/// What this host can provide to a guest.
+/// The CPU features and TSC rate that this host can provide to a guest.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) cpuid: Table,
@@ -78,8 +78,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// KVM's capabilities, queried once per process: the query needs a machine that never
-    /// runs, and takes a few tens of milliseconds.
+    /// Returns what this host's KVM can provide. It queries KVM once per process, because the query
+    /// creates a virtual machine and takes a few tens of milliseconds.
     pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
         static HOST: OnceLock<Host> = OnceLock::new();
         if let Some(host) = HOST.get() {
@@ -114,11 +114,11 @@ impl Host {
     }
 }
 
-/// Whether this host can run the machine, checked without building it. A process guest
-/// runs on every host.
+/// Checks whether this host can run the machine, without building it. A process guest runs on every
+/// host.
 ///
 /// # Errors
-/// The first reason why this host cannot run it.
+/// The first reason why this host cannot run the machine.
 pub fn check_description(description: &VmDescription) -> Result<(), DescribeError> {
     if description.config.guest == GuestKind::Process {
         return Ok(description.config.validate()?);
@@ -129,7 +129,7 @@ pub fn check_description(description: &VmDescription) -> Result<(), DescribeErro
         .check(description)
 }
 
-/// Whether the rates are equal within the tolerance.
+/// Whether the two TSC rates are equal within the tolerance.
 pub(crate) fn same_rate(guest_khz: u32, host_khz: u32) -> bool {
     let apart = u64::from(guest_khz.abs_diff(host_khz));
     apart * 1_000_000 <= TSC_TOLERANCE_PPM * u64::from(host_khz)
@@ -189,7 +189,7 @@ impl VmDescription {
     /// Decodes the result of [`VmDescription::encode`].
     ///
     /// # Errors
-    /// `Decode`, `Version` or `Config`: the sender is at fault.
+    /// `Decode`, `Version` or `Config`. In each case the sender is at fault.
     pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
         let mut reader = Reader::new(bytes);
         let guest = match reader.u16("version")? {
@@ -227,7 +227,7 @@ impl VmDescription {
             working_set_bytes: optional_u64(&mut reader, "working set")?,
             dirty_rate: reader.u64("dirty rate")?,
             seed: reader.u64("seed")?,
-            power_off_after: optional_u64(&mut reader, "visits before the power is off")?,
+            power_off_after: optional_u64(&mut reader, "visits before the power-off")?,
         };
         let description = match guest {
             GuestKind::Process => Self::of_process(config),
@@ -289,7 +289,8 @@ mod tests {
         for length in 0..bytes.len() {
             assert!(VmDescription::decode(&bytes[..length]).is_err());
         }
-        // A description with as many bytes as the trailing fields of a KVM guest have.
+        // The six bytes have the length of the fields that only a KVM guest's description has: the
+        // TSC rate and the CPUID count.
         let long = [&bytes[..], &[0; 6]].concat();
         assert!(VmDescription::decode(&long).is_err());
     }

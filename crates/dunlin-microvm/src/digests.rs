@@ -1,5 +1,5 @@
-//! Digests of a machine's memory by page, which `dunlin demo` compares after the guest has
-//! moved. docs/decisions/0017-the-demos-check.md states which differences they show.
+//! Digests of a machine's memory by page, which `dunlin demo` compares after the guest has moved.
+//! docs/decisions/0017-the-demos-check.md states which differences the digests show.
 
 use std::io;
 use std::ops::Range;
@@ -14,22 +14,22 @@ use twox_hash::XxHash3_128;
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::AtomicBitmap;
 
-/// Pages of one digest of [`PageDigests::blocks`].
+/// Number of pages that each digest of [`PageDigests::blocks`] covers.
 const BLOCK_PAGES: usize = (HUGE_PAGE_BYTES / PAGE_BYTES) as usize;
 
-/// Digests by region and page: 64 bits of XXH3, or 0 for a page of zeros.
+/// One digest per page, by region: 64 bits of XXH3, or 0 for a page of zeros.
 #[derive(Debug, Default)]
 pub(crate) struct PageDigests(Vec<Box<[AtomicU64]>>);
 
 impl PageDigests {
-    /// Digests of memory that is all zero.
+    /// The digests of memory that is all zero.
     pub(crate) fn of_zeros(regions: &[Region]) -> Self {
         let zeros = |region: &Region| (0..region.pages()).map(|_| AtomicU64::new(0)).collect();
         Self(regions.iter().map(zeros).collect())
     }
 
-    /// Digests of memory as it is now. Holes are found as by the engine's digest, and
-    /// not read.
+    /// Computes the digests of the memory's current content. Skips holes without reading them, like
+    /// the engine's digest.
     ///
     /// # Errors
     /// A region cannot be read.
@@ -48,12 +48,12 @@ impl PageDigests {
         Ok(digests)
     }
 
-    /// Whether there are digests at all.
+    /// Whether any digests are kept.
     pub(crate) fn are_kept(&self) -> bool {
         !self.0.is_empty()
     }
 
-    /// Digests these pages of a region anew.
+    /// Reads the pages of `range` in a region and computes their digests.
     fn read(&self, memory: &dyn GuestMemory, index: usize, range: Range<u64>) -> io::Result<()> {
         let mut page = [0_u8; PAGE_BYTES as usize];
         for offset in range.step_by(page.len()) {
@@ -67,8 +67,8 @@ impl PageDigests {
         Ok(())
     }
 
-    /// Takes over the digests of `later`, except for the pages in `written`, which has a
-    /// bit per page for each region.
+    /// Replaces the digests by the digests of `later`, except those of the pages that are marked in
+    /// `written`. `written` has one bitmap for each region.
     pub(crate) fn replace(&self, later: &Self, written: &[Vec<u64>]) {
         for ((ours, later), written) in self.0.iter().zip(&later.0).zip(written) {
             for (page, (ours, later)) in ours.iter().zip(later.iter()).enumerate() {
@@ -79,7 +79,8 @@ impl PageDigests {
         }
     }
 
-    /// A digest of the page digests of each 2 MiB, in the order of regions.
+    /// Returns, for each 2 MiB of memory, a digest of the digests of its pages, in the order of
+    /// regions.
     pub(crate) fn blocks(&self) -> Vec<u64> {
         let blocks = self.0.iter().flat_map(|region| region.chunks(BLOCK_PAGES));
         let digest = |block: &[AtomicU64]| {
@@ -93,7 +94,7 @@ impl PageDigests {
     }
 }
 
-/// Guest memory. If digests are kept, lanes update those of the pages that they write.
+/// Guest memory. If digests are kept, a lane that writes pages updates the digests of these pages.
 #[derive(Debug)]
 pub(crate) struct DigestedMemory {
     pub(crate) mapped: MappedMemory<AtomicBitmap>,
@@ -146,7 +147,8 @@ mod tests {
             a.write_obj(7_u8, GuestAddress(address)).unwrap();
             b.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
-        // A page that was touched and is zero equals an untouched one.
+        // A page that was written but contains only zeros must have the digest of an untouched
+        // page.
         b.write_obj(0_u64, GuestAddress(40960)).unwrap();
         let blocks = |mapped| PageDigests::of(mapped).unwrap().blocks();
         let before = blocks(&mapped_a);
@@ -160,7 +162,7 @@ mod tests {
             assert_eq!(differ, [block], "{address:#x}");
             b.write_obj(byte, GuestAddress(address)).unwrap();
         }
-        // Two pages that change places.
+        // Exchanges the contents of two pages.
         b.write_obj(0_u8, GuestAddress(4096)).unwrap();
         b.write_obj(7_u8, GuestAddress(2 * 4096)).unwrap();
         assert_ne!(before[0], blocks(&mapped_b)[0]);

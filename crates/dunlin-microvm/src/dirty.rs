@@ -1,4 +1,4 @@
-//! KVM's log of the pages that its guest wrote, for the engine.
+//! KVM's log of the pages that the guest wrote, as a dirty log for the engine.
 
 use std::io;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use vm_memory::GuestMemoryBackend;
 
 use crate::kvm::Machine;
 
-/// The log of a KVM guest's writes. The VMM's own are not in it.
+/// The log of a KVM guest's writes. It does not contain the writes of the VMM.
 #[derive(Debug)]
 pub(crate) struct KvmLog(pub(crate) Arc<Machine>);
 
@@ -31,11 +31,12 @@ impl KvmLog {
 
 impl DirtyLog for KvmLog {
     fn start(&mut self) -> io::Result<()> {
-        // KVM clears a log by switching it off and on.
+        // Switching a log off and on clears it.
         [false, true].into_iter().try_for_each(|on| self.switch(on))
     }
 
-    /// If one region's log cannot be read, those before it have been reported (I5).
+    /// If reading the log of one region fails, the logs of the regions before it have been reported
+    /// (I5).
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for region in 0..self.0.memory().num_regions() {
             let words = self.0.take_dirty_log(region);

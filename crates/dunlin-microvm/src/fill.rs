@@ -9,7 +9,8 @@ use crate::config::WORKLOAD_START;
 use crate::config::{Config, Fill};
 use crate::layout;
 
-/// Writes every page to be filled, on as many threads as the host has CPUs.
+/// Writes the initial content of every page that `fill` applies to, on as many threads as the host
+/// has CPUs.
 pub(crate) fn fill(memory: &TrackedMemory, config: &Config) -> Result<(), GuestMemoryError> {
     if config.fill == Fill::Zero {
         return Ok(());
@@ -43,7 +44,7 @@ fn fill_page(memory: &TrackedMemory, config: &Config, page: u64) -> Result<(), G
     let mut bytes = [0; PAGE_BYTES as usize];
     let (words, _) = bytes.as_chunks_mut::<8>();
     let (last, rest) = words.split_last_mut().expect("a page has 512 words");
-    // Marsaglia's xorshift, from a non-zero state.
+    // Marsaglia's xorshift generator, which needs a non-zero state.
     let mut state = signature | 1;
     let mut sum = signature;
     for word in &mut rest[1..] {

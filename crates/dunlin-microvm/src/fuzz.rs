@@ -1,13 +1,13 @@
-//! Fuzz entries for data that one VMM sends to another. Compiled only for tests and
-//! with the feature `fuzzing`; `fuzz/driver.rs` runs them in the tests.
+//! Fuzz entries for data that one VMM sends to another. They are compiled only for tests and with
+//! the feature `fuzzing`. `fuzz/driver.rs` runs them in the tests.
 
 pub use crate::describe::fuzz::fuzz_description;
 pub use crate::state::fuzz::fuzz_state_sections;
 
-/// An entry, with the name of its seed directory.
+/// The name of a seed directory, and the fuzz entry that reads its seeds.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// Every entry of this crate.
+/// Every fuzz entry of this crate.
 pub const TARGETS: &[Target] = &[
     ("description", fuzz_description),
     ("state_sections", fuzz_state_sections),

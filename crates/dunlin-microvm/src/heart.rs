@@ -1,9 +1,10 @@
-//! The guest's last beat, its longest silence, and the downtime of a migration.
+//! Records the guest's beats and computes its longest silence and the downtime of a migration. A
+//! *beat* is the message that each vCPU sends to the VMM about every millisecond.
 //!
-//! The last beat is part of the machine's state. At the first beat at the destination, this
-//! beat is compared with the last beat at the source: by CLOCK_MONOTONIC if both are on the
-//! same host (equal boot ids), otherwise by the guest's own TSC, which continues during the
-//! migration.
+//! The last beat is part of the machine's state. The downtime is the time from the last beat at the
+//! source to the first beat at the destination. It is measured by CLOCK_MONOTONIC if the source and
+//! the destination are on the same host (equal boot ids), otherwise by the guest's own TSC, which
+//! continues during the migration.
 
 use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, PoisonError};
@@ -14,18 +15,18 @@ use dunlin_linux::clock::monotonic;
 
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// The longest plausible downtime. If the clocks of two hosts differ by more, they are
-/// not synchronised and cannot be compared.
+/// The longest plausible downtime. If the clocks of two hosts differ by more, the clocks are not
+/// synchronised and the difference is ignored.
 const CREDIBLE: Duration = Duration::from_secs(24 * 3600);
 
 const BOOT_ID_BYTES: usize = 36;
 
-/// A moment on a host's clocks.
+/// A point in time, on the clocks of one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Moment {
-    /// CLOCK_MONOTONIC.
+    /// CLOCK_MONOTONIC, in nanoseconds.
     pub(crate) monotonic_ns: u64,
-    /// CLOCK_REALTIME, nanoseconds since 1970.
+    /// CLOCK_REALTIME, in nanoseconds since 1970.
     pub(crate) realtime_ns: u64,
     boot_id: [u8; BOOT_ID_BYTES],
 }
@@ -40,12 +41,13 @@ impl Moment {
         }
     }
 
-    /// Whether both moments are on the same clock.
+    /// Whether both moments are from the same boot of one host, so that their monotonic times are
+    /// comparable.
     pub(crate) fn same_boot(&self, other: &Self) -> bool {
         self.boot_id == other.boot_id && self.boot_id != [0; BOOT_ID_BYTES]
     }
 
-    /// Time since `earlier`; zero if the clocks contradict each other.
+    /// The time since `earlier`, or zero if the clocks contradict each other.
     pub(crate) fn since(&self, earlier: &Self) -> Duration {
         let nanoseconds = if self.same_boot(earlier) {
             self.monotonic_ns.saturating_sub(earlier.monotonic_ns)
@@ -76,7 +78,7 @@ impl Moment {
     }
 }
 
-/// The boot id of this host; zeros if the kernel does not provide it.
+/// The boot id of this host, or zeros if the kernel does not provide it.
 static BOOT_ID: LazyLock<[u8; BOOT_ID_BYTES]> = LazyLock::new(|| {
     fs::read("/proc/sys/kernel/random/boot_id")
         .ok()
@@ -84,14 +86,14 @@ static BOOT_ID: LazyLock<[u8; BOOT_ID_BYTES]> = LazyLock::new(|| {
         .unwrap_or([0; BOOT_ID_BYTES])
 });
 
-/// A beat of any vCPU.
+/// A beat of one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Beat {
     pub(crate) at: Moment,
     pub(crate) guest_tsc: u64,
 }
 
-/// The state of the heart.
+/// The longest time without a beat so far, and the downtime.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pulse {
     pub(crate) largest_gap: Duration,
@@ -102,17 +104,17 @@ pub(crate) struct Pulse {
 #[derive(Debug)]
 pub(crate) struct Heart {
     beats: Mutex<Beats>,
-    /// Notified at the first beat after a migration.
+    /// Notified of the first beat after a migration.
     first: Condvar,
 }
 
 #[derive(Debug)]
 struct Beats {
     last: Option<Beat>,
-    /// CLOCK_MONOTONIC of each vCPU's last beat.
+    /// CLOCK_MONOTONIC in nanoseconds at the last beat of each vCPU.
     each_ns: Vec<Option<u64>>,
     largest_gap: Duration,
-    /// The last beat at the source, until the first beat on this host.
+    /// The last beat at the source. `None` after the first beat on this host.
     source: Option<Beat>,
     downtime: Option<Duration>,
     tsc_khz: u32,
@@ -133,7 +135,7 @@ impl Heart {
         }
     }
 
-    /// Notes a beat of a vCPU.
+    /// Records a beat of a vCPU.
     pub(crate) fn beat(&self, vcpu: u8, guest_tsc: u64) {
         let beat = Beat {
             at: Moment::now(),
@@ -170,8 +172,7 @@ impl Heart {
         }
     }
 
-    /// Waits for the first beat after a migration, for at most `limit`, and returns the
-    /// silence before it.
+    /// Waits for the first beat after a migration, for at most `limit`, and returns the downtime.
     pub(crate) fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         let beats = lock(&self.beats);
         let (beats, _) = self
@@ -186,8 +187,8 @@ impl Heart {
         let mut bytes = Vec::new();
         let mut writer = Writer::new(&mut bytes);
         writer.u64(beats.largest_gap.as_nanos() as u64);
-        // A machine that arrives and leaves again without a beat passes on the beat of the first
-        // source.
+        // If a machine arrives and leaves again before its first beat here, the last beat is still
+        // that of the first source.
         match beats.last.or(beats.source) {
             None => writer.u8(0),
             Some(beat) => {
@@ -198,11 +199,11 @@ impl Heart {
         bytes
     }
 
-    /// Loads a source's heart.
+    /// Loads the encoded state of a source's heart.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let largest_gap = Duration::from_nanos(reader.u64("largest gap")?);
-        let source = match reader.flag("whether there was a beat")? {
+        let source = match reader.flag("presence of the last beat")? {
             false => None,
             true => Some(Beat {
                 at: Moment::decode(&mut reader)?,
@@ -217,13 +218,13 @@ impl Heart {
     }
 }
 
-/// Nanoseconds in `ticks` of a counter of `khz`, at most `u64::MAX`.
+/// The duration in nanoseconds of `ticks` of a counter that runs at `khz`, at most `u64::MAX`.
 pub(crate) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
     let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz.max(1));
     u64::try_from(nanoseconds).unwrap_or(u64::MAX)
 }
 
-/// Ticks of a counter of `khz` in `time`.
+/// The number of ticks in `time` of a counter that runs at `khz`.
 pub(crate) fn time_to_ticks(time: Duration, khz: u32) -> u64 {
     let ticks = time.as_nanos() * u128::from(khz) / 1_000_000;
     u64::try_from(ticks).unwrap_or(u64::MAX)
@@ -256,7 +257,8 @@ mod tests {
         let source = Heart::new(1, 2_000_000);
         source.beat(0, 1_000_000);
         let mut bytes = source.encode();
-        // In the encoding, the boot id follows the gap, the presence byte and two clocks.
+        // Changes the boot id. In the encoding, it follows the largest gap (8 bytes), the presence
+        // byte and two clocks of 8 bytes.
         bytes[8 + 1 + 16] ^= 1;
         let destination = Heart::new(1, 2_000_000);
         destination.load(&bytes).unwrap();

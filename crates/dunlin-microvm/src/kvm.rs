@@ -1,9 +1,9 @@
-//! KVM with memory safety: a [`Machine`] owns the guest memory that KVM uses, and a
-//! [`Vcpu`] owns its machine, so no guest can write to unmapped memory.
+//! Memory-safe wrappers of KVM. A [`Machine`] owns the guest memory that KVM uses, and a [`Vcpu`]
+//! owns its machine, so no guest can write to unmapped memory.
 //!
-//! State is carried as the bytes of the kernel's own structures ([`VcpuState`],
-//! [`MachineState`]): they are its stable interface, and only their exact length is
-//! accepted.
+//! State is transferred as the bytes of the kernel's own structures ([`VcpuState`],
+//! [`MachineState`]), because they are KVM's stable interface. A structure of another length is
+//! rejected.
 
 use std::io;
 use std::ops::Deref;
@@ -27,21 +27,22 @@ pub(crate) use state::{MachineState, VcpuState};
 /// A virtual machine, with an interrupt controller and a timer in the kernel.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    /// Declared before `memory`, so that it is closed first.
+    /// Declared before `memory`, so that the descriptor is closed before the memory is freed.
     vm: VmFd,
     memory: Arc<TrackedMemory>,
     xsave_bytes: usize,
 }
 
 impl Machine {
-    /// Creates a machine with `memory`. Each region is one slot, numbered by its position.
-    /// Dirty logging is off at first.
+    /// Creates a machine with `memory`. Each region of the memory becomes one slot, numbered by its
+    /// position. Dirty logging is off at first.
     ///
     /// # Errors
     /// The kernel's error.
     pub(crate) fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
-        // Intel CPUs without unrestricted guest need three pages for KVM and one for an identity
-        // map, outside guest memory: use the usual address, in the hole below 4 GiB.
+        // On Intel CPUs without unrestricted guest mode, KVM needs three pages for a TSS and one
+        // page for an identity map, outside guest memory. These are the usual addresses, in the
+        // hole below 4 GiB.
         const TSS: usize = 0xfffb_d000;
         const IDENTITY_MAP: u64 = 0xfffb_c000;
         let vm = kvm.create_vm()?;
@@ -69,11 +70,11 @@ impl Machine {
         &self.memory
     }
 
-    /// Turns the log of the guest's writes on or off for every slot. A log starts
+    /// Turns the log of the guest's writes on or off for every slot. A log that is turned on is
     /// empty.
     ///
     /// # Errors
-    /// An error from KVM_SET_USER_MEMORY_REGION; the slots before the failing one have
+    /// An error from KVM_SET_USER_MEMORY_REGION. The slots before the failing slot have been
     /// changed.
     pub(crate) fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         for (slot, region) in self.memory.iter().enumerate() {
@@ -84,16 +85,16 @@ impl Machine {
                 memory_size: region.len(),
                 userspace_addr: region.as_ptr() as u64,
             };
-            // SAFETY: address and length are those of a live mapping that this process owns; it
-            // lives as long as `memory`, which outlives the VM's descriptor in this structure and
-            // each vCPU's descriptor in `Vcpu`. All access by the VMM goes through vm-memory's
-            // volatile slices.
+            // SAFETY: address and length are those of a live mapping that this process owns. The
+            // mapping lives as long as `memory`, which outlives the VM's descriptor in this
+            // structure and each vCPU's descriptor in `Vcpu`. All access by the VMM goes through
+            // vm-memory's volatile slices.
             unsafe { self.vm.set_user_memory_region(description) }?;
         }
         Ok(())
     }
 
-    /// Reads and clears the log of one region's slot: one bit per 4 KiB page, least
+    /// Reads and clears the log of one region's slot. The log has one bit per 4 KiB page, least
     /// significant bit first, in 64-bit words.
     ///
     /// # Errors
@@ -120,7 +121,7 @@ impl Machine {
         })
     }
 
-    /// Whether KVM can run a guest at another TSC rate than the host's.
+    /// Whether KVM can run a guest at a TSC rate that differs from the host's.
     pub(crate) fn can_scale_tsc(&self) -> bool {
         self.vm.check_extension(Cap::TscControl)
     }
@@ -138,7 +139,7 @@ impl Machine {
     /// Sets one part of the machine's state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length or chip, otherwise the kernel's error.
+    /// InvalidData for a wrong length or a wrong interrupt chip, otherwise the kernel's error.
     pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set, bytes: length, ..
@@ -153,14 +154,14 @@ impl Machine {
     }
 }
 
-/// A vCPU, which keeps its machine and therefore the guest's memory alive.
+/// A vCPU. It keeps its machine alive and therefore the guest's memory.
 ///
-/// It dereferences to its descriptor for everything that only reads or sets registers.
-/// There is deliberately no mutable access: a descriptor moved to another `Vcpu` with
+/// It dereferences to the vCPU's descriptor, for everything that only reads or sets registers. It
+/// deliberately does not implement `DerefMut`: a descriptor moved to another `Vcpu` with
 /// `mem::swap` could outlive its memory.
 #[derive(Debug)]
 pub(crate) struct Vcpu {
-    /// Declared before `machine`, so that it is closed first.
+    /// Declared before `machine`, so that the descriptor is closed before the machine.
     fd: VcpuFd,
     machine: Arc<Machine>,
 }
@@ -174,7 +175,7 @@ impl Deref for Vcpu {
 }
 
 impl Vcpu {
-    /// The machine this vCPU belongs to.
+    /// The machine that this vCPU belongs to.
     pub(crate) fn machine(&self) -> &Arc<Machine> {
         &self.machine
     }
@@ -189,7 +190,7 @@ impl Vcpu {
 
     /// Lets KVM finish the port access of the last exit, without running the guest.
     ///
-    /// Registers are consistent only after that (section 5 of the kernel's KVM API,
+    /// Registers are consistent only after this call (section 5 of the kernel's KVM API,
     /// KVM_EXIT_IO).
     ///
     /// # Errors
@@ -222,8 +223,8 @@ impl Vcpu {
 
     /// Sets one part of the vCPU's state.
     ///
-    /// The XSAVE area may be shorter than this host's: its components are at fixed
-    /// offsets, and those after the end are in their initial state.
+    /// The XSAVE area may be shorter than this host's. The components of an XSAVE area are at fixed
+    /// offsets. Components after the end of the area are in their initial state.
     ///
     /// # Errors
     /// InvalidData for a wrong length, otherwise the kernel's error.
@@ -247,8 +248,8 @@ impl Vcpu {
         exchange(self.fd.as_raw_fd(), set, bytes, length).map(drop)
     }
 
-    /// Offset of the guest's TSC from the host's, modulo 2^64; `None` if the kernel
-    /// lacks the attribute (before 5.16).
+    /// Returns the offset of the guest's TSC from the host's, modulo 2^64, or `None` if the kernel
+    /// lacks this attribute (before Linux 5.16).
     ///
     /// # Errors
     /// An error from KVM_GET_DEVICE_ATTR.
@@ -266,9 +267,9 @@ impl Vcpu {
     /// Sets the offset of the guest's TSC from the host's, modulo 2^64.
     ///
     /// # Errors
-    /// `Unsupported` if KVM accepts the offset but does not keep it (seen on a KVM without
-    /// hardware virtualisation, where guests read the host's counter); otherwise an error
-    /// from KVM_SET_DEVICE_ATTR.
+    /// `Unsupported` if KVM accepts the offset but does not keep it. This happens on a KVM without
+    /// hardware virtualisation, where guests read the host's counter. Otherwise an error from
+    /// KVM_SET_DEVICE_ATTR.
     pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);
@@ -297,8 +298,9 @@ fn device_attribute(
     ioctl: libc::c_ulong,
     attribute: &kb::kvm_device_attr,
 ) -> io::Result<()> {
-    // SAFETY: `attribute` is a live structure of the size in the number, and comes from
-    // `tsc_offset_attribute` alone, with the address of a live u64, the size of this attribute.
+    // SAFETY: `attribute` is a live structure of the size that the ioctl number contains. It comes
+    // only from `tsc_offset_attribute`, with the address of a live u64, whose size is that of
+    // this attribute.
     let code = unsafe { libc::ioctl(fd.as_raw_fd(), ioctl, std::ptr::from_ref(attribute)) };
     if code < 0 {
         return Err(io::Error::last_os_error());
@@ -312,7 +314,7 @@ mod tests {
     use super::*;
     use dunlin_linux::mapping::{Backing, allocate};
 
-    /// A machine, or `None` without KVM; CI must have KVM.
+    /// Returns a machine, or `None` without KVM. In CI, it panics without KVM.
     fn machine() -> Option<Arc<Machine>> {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
@@ -344,7 +346,7 @@ mod tests {
         ] {
             let bytes = match vcpu.read_state(state) {
                 Ok(bytes) => bytes,
-                // A guest without XSAVE has no XCR0.
+                // A CPU without XSAVE has no XCR0.
                 Err(error) if state == VcpuState::XCRS => {
                     println!("no XCRs: {error}");
                     continue;

@@ -1,24 +1,24 @@
-//! The layout of guest memory. `guest/workload.S` has the guest's view of it: the two
-//! must agree.
+//! The layout of guest memory. `guest/workload.S` defines the same layout for the guest; the two
+//! files must agree.
 //!
-//! The workload's pages are numbered from the start of memory without the hole between
-//! 3 and 4 GiB; a page's frame number includes the hole.
+//! The workload's pages are numbered from the start of memory, without the hole between 3 and 4
+//! GiB. A page's frame number is its address divided by 4096, so it includes the hole.
 
 use dunlin_linux::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
 
 use crate::config::{Config, Fill, WORKLOAD_START, Workload};
 
-/// The first page table, which is the only one of the top level.
+/// Address of the first page table, the only table of the top level.
 pub(crate) const TABLES: u64 = 0x1_0000;
-/// The guest's program and its first instruction.
+/// Address of the guest's program and of its first instruction.
 pub(crate) const CODE: u64 = 0x6_0000;
-/// The first parameter block; the others follow, one page each.
+/// Address of the first parameter block. The other blocks follow, one page each.
 pub(crate) const BLOCKS: u64 = 0x7_0000;
-/// Guest-physical address of 16 pages that the guest leaves to the VMM, which writes them
-/// like a device.
+/// Guest-physical address of 16 pages that the guest does not touch. The VMM writes to them like a
+/// device.
 pub const DEVICE_START: u64 = 0x8_0000;
 
-/// Words of a parameter block, as byte offsets into it.
+/// Byte offsets of the words of a parameter block.
 pub(crate) mod block {
     pub(crate) const HAS_AVX: u64 = 0x00;
     pub(crate) const SEED: u64 = 0x08;
@@ -30,34 +30,34 @@ pub(crate) mod block {
     pub(crate) const VISITS: u64 = 0xc0;
     pub(crate) const LAST_TSC: u64 = 0xc8;
     pub(crate) const BEATS: u64 = 0xd0;
-    /// Where the guest reports a failed check: code, frame, expected value and actual
-    /// value, eight bytes each.
+    /// Where the guest reports a failed check: code, frame, expected value and actual value, of
+    /// eight bytes each.
     pub(crate) const STOP: u64 = 0xd8;
 }
 
-/// Ports of the guest.
+/// The I/O ports that the guest uses.
 pub(crate) mod port {
     pub(crate) const BEAT: u16 = 0x500;
     pub(crate) const STOPPED: u16 = 0x501;
     pub(crate) const POWER_OFF: u16 = 0x502;
 }
 
-/// The answer to a beat that ends the guest.
+/// The VMM's answer to a beat if the guest must power off.
 pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
 
 /// Distance between non-zero pages of a sparse fill, in pages: one huge page.
 const SPARSE_PAGES: u64 = HUGE_PAGE_BYTES / PAGE_BYTES;
 
-/// Multiplier for a filled page's signature; odd, so that every frame has a different
-/// one.
+/// Multiplier for the signature of a filled page. It is odd, so that every frame has a different
+/// signature.
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The parameter block of a vCPU.
+/// Address of the parameter block of a vCPU.
 pub(crate) fn block_start(vcpu: u8) -> u64 {
     BLOCKS + u64::from(vcpu) * PAGE_BYTES
 }
 
-/// A page's frame number.
+/// The frame number of a page.
 pub(crate) fn frame(page: u64) -> u64 {
     if page < HOLE_START / PAGE_BYTES {
         page
@@ -66,7 +66,7 @@ pub(crate) fn frame(page: u64) -> u64 {
     }
 }
 
-/// The number of the first page after those that may be filled.
+/// The number of the first page after the pages that `fill` applies to.
 pub(crate) fn fill_end(config: &Config) -> u64 {
     let first = WORKLOAD_START / PAGE_BYTES;
     let room = config.memory_bytes / PAGE_BYTES - first;
@@ -74,7 +74,8 @@ pub(crate) fn fill_end(config: &Config) -> u64 {
     first + filled.min(room)
 }
 
-/// The exclusive or of all words of a page; `None` if the page is zero initially.
+/// The signature of a page, which is the exclusive or of all its words. `None` if the page is
+/// initially zero.
 pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     let product = frame.wrapping_mul(SIGNATURE);
     match fill {
@@ -85,9 +86,9 @@ pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     }
 }
 
-/// Pages that are visited once per pass: numbers `base..base + count`. Their order starts
-/// at 0 and continues with (x * multiplier + increment) & mask, skipping values that are
-/// not below `count`.
+/// A set of pages, `base..base + count`, each of which is visited once per pass. The first position
+/// is 0. The position after x is (x * multiplier + increment) & mask; this step is repeated while
+/// the result is not below `count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageSet {
     base: u64,
@@ -108,8 +109,9 @@ impl PageSet {
         }
     }
 
-    /// A linear congruential generator has its full period modulo a power of two if the
-    /// increment is odd and the multiplier is 1 modulo 4 (Hull and Dobell, 1962).
+    /// Visits the pages in a scattered order. A linear congruential generator has its full period
+    /// modulo a power of two if the increment is odd and the multiplier is 1 modulo 4 (Hull and
+    /// Dobell, 1962).
     fn scattered(base: u64, count: u64) -> Self {
         Self {
             base,
@@ -130,7 +132,7 @@ impl PageSet {
         self.base + cursor
     }
 
-    /// The position visited after `cursor`, which must not be the last one of its pass.
+    /// The position visited after `cursor`, which must not be the last position of its pass.
     pub(crate) fn next(&self, mut cursor: u64) -> u64 {
         loop {
             cursor = cursor
@@ -143,7 +145,7 @@ impl PageSet {
         }
     }
 
-    /// The set's words in a parameter block before the first visit.
+    /// The words that describe this set in a parameter block before the first visit.
     pub(crate) fn words(&self) -> [u64; 8] {
         let (cursor, left, pass) = (0, self.count, 0);
         [
@@ -159,7 +161,7 @@ impl PageSet {
     }
 }
 
-/// A vCPU's two sets, and the percentage of its visits that go to the first.
+/// The two page sets of a vCPU, and the percentage of its visits that go to the first set.
 pub(crate) fn page_sets(config: &Config, vcpu: u8) -> ([PageSet; 2], u64) {
     let first = WORKLOAD_START / PAGE_BYTES;
     let all = config

@@ -1,13 +1,13 @@
 //! A small virtual machine on KVM that can be run and migrated.
 //!
-//! The guest (`guest/workload.S`) reads and checks every page before it writes to it,
-//! and keeps live values in its vector registers. If a migration loses anything, the
-//! guest itself detects it and stops with a code for the kind of error. The VMM paces
-//! the guest, receives a beat from every vCPU each millisecond, pauses it, logs its
-//! writes, and saves and loads all of its state.
+//! The guest (`guest/workload.S`) reads and checks every page before it writes to it, and keeps
+//! known values in its vector registers. If a migration loses anything, the guest itself detects
+//! the loss and stops with a code for the kind of error. The VMM paces the guest, pauses it, logs
+//! its writes, and saves and loads all of its state. Every vCPU sends a *beat* to the VMM each
+//! millisecond.
 //!
-//! On a host without /dev/kvm, the guest can be threads of the process that do the same
-//! ([`GuestKind::Process`]); write-protection logs their writes.
+//! On a host without /dev/kvm, threads of the process can act as the guest
+//! ([`GuestKind::Process`]). Write-protection logs their writes.
 //!
 //! - [`Config`] is the configuration of a machine; [`VmDescription`] carries it to the
 //!   destination, and [`check_description`] rejects there what the host cannot run.
@@ -15,11 +15,12 @@
 //! - [`Vm`] is the machine: create, fill, start, pause, throttle, observe.
 //! - [`Vm::dirty_logs`] log writes; [`Vm::save`] and [`Vm::load`] transfer the other state.
 //!
-//! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial
-//! content), `pace` (page visits over time), `heart` (beats, gaps, downtime), `control` (running
-//! and parked vCPUs), `vcpu` (a vCPU's thread), `process` (a thread of a process guest), `common`
-//! (shared by both kinds of guest), `dirty`, `digests` (of memory by page), `state`, `cpuid`,
-//! `wire`, `cgroup` (memory limits of the process), and `kvm`, the only module with `unsafe`.
+//! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial content),
+//! `pace` (rate of page visits), `heart` (beats, gaps, downtime), `control` (running and parked
+//! vCPUs), `vcpu` (a vCPU's thread), `process` (a process guest), `common` (shared by both kinds of
+//! guest), `dirty` (KVM's dirty log), `digests` (of memory by page), `state` (saving and loading),
+//! `cpuid`, `wire` (encoding), `cgroup` (memory limits of the process), and `kvm`, the only module
+//! with `unsafe`.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 

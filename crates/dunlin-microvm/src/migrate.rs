@@ -1,4 +1,4 @@
-//! The machine's implementation of the engine's traits, for both sides.
+//! Implements the engine's traits for the machine, for the source and for the destination.
 
 use std::io;
 use std::mem;
@@ -22,16 +22,16 @@ use crate::describe::VmDescription;
 use crate::digests::{DigestedMemory, PageDigests};
 use crate::vm::{CreateError, Vm};
 
-/// How long to wait for the guest's first beat at the destination, from which the downtime
-/// is computed. The guest sends a beat every millisecond.
+/// How long to wait for the guest's first beat at the destination. The downtime ends with this
+/// beat. The guest sends a beat every millisecond.
 const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 
-/// A machine that can be migrated, or is being received.
+/// A machine that can be migrated or is being received.
 pub struct Movable {
     vm: Arc<Vm>,
     memory: Arc<DigestedMemory>,
-    /// If digests are kept, the logs of the writes since the guest resumed here; empty if they could
-    /// not be started.
+    /// If digests are kept, the logs of the writes since the guest resumed here. Empty if the logs
+    /// could not be started.
     since_resume: Mutex<Vec<Box<dyn DirtyLog>>>,
 }
 
@@ -61,7 +61,8 @@ impl Movable {
         })
     }
 
-    /// Digests of memory that nothing writes, one for each 2 MiB.
+    /// Computes one digest for each 2 MiB of memory. Nothing may write to the memory during this
+    /// call.
     ///
     /// # Errors
     /// The memory cannot be read.
@@ -69,11 +70,11 @@ impl Movable {
         Ok(PageDigests::of(&*self.memory)?.blocks())
     }
 
-    /// Digests of the memory of an arrived machine as it was when the guest resumed, one
-    /// for each 2 MiB. The guest runs meanwhile: a page that it writes before the page is
-    /// read here has the digest that a lane's thread took when it had written the page.
+    /// Returns digests of an arrived machine's memory as it was when the guest resumed, one for
+    /// each 2 MiB. The guest runs during this call. If it has written to a page since it resumed,
+    /// the call uses the digest that a lane computed when the page arrived.
     ///
-    /// Call it once, before the next migration, and build the machine with
+    /// Call this method once, before the next migration. The machine must have been built with
     /// [`HostOptions::digests`].
     ///
     /// # Errors
@@ -81,7 +82,7 @@ impl Movable {
     pub fn digests_at_resume(&self) -> Result<Vec<u64>, VmmError> {
         let mut logs = mem::take(&mut *lock(&self.since_resume));
         if logs.is_empty() {
-            return Err("the log of the writes since the guest resumed is off".into());
+            return Err("no log of the writes since the guest resumed".into());
         }
         let now = PageDigests::of(&*self.memory)?;
         let regions = self.memory.regions().iter();
@@ -137,7 +138,8 @@ impl SourceVm for Movable {
     fn pause(&self) -> Result<(), VmmError> {
         match self.vm.pause() {
             Ok(()) => Ok(()),
-            // The guest has ended; the engine asks for the reason with `run_state`.
+            // This is not an error: the guest has ended, and the engine calls `run_state` to get
+            // the reason.
             Err(_) if self.vm.state().has_ended() => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -156,7 +158,8 @@ impl SourceVm for Movable {
         Ok(self.vm.save()?)
     }
 
-    /// This copy never runs again. Its memory is freed with the last reference.
+    /// Marks this copy as moved, so that it never runs again. Its memory is freed with the last
+    /// reference.
     fn destroy(&self) {
         self.vm.give_away();
     }
@@ -169,7 +172,7 @@ impl DestinationVm for Movable {
 
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
         self.vm.load(sections)?;
-        // The source throttled the guest only for the migration.
+        // The source throttled the guest only for the migration, so end the throttling.
         Ok(self.vm.throttle(0)?)
     }
 
@@ -180,7 +183,8 @@ impl DestinationVm for Movable {
     fn resume(&self) -> Result<Option<Duration>, VmmError> {
         if self.memory.digests.are_kept() {
             let mut logs = self.vm.dirty_logs();
-            // A failure must not end the guest: `digests_at_resume` fails later.
+            // If the logs cannot be started, the guest still resumes, but `digests_at_resume` fails
+            // later.
             if logs.iter_mut().try_for_each(|log| log.start()).is_ok() {
                 *lock(&self.since_resume) = logs;
             }
@@ -202,7 +206,7 @@ pub struct MachineBuilder {
 }
 
 impl MachineBuilder {
-    /// Builds with this host's options.
+    /// Creates a builder that uses this host's options.
     #[must_use]
     pub fn new(options: HostOptions) -> Self {
         Self {
@@ -211,7 +215,7 @@ impl MachineBuilder {
         }
     }
 
-    /// The machine built last.
+    /// Returns the machine that was built last.
     pub fn take(&mut self) -> Option<Arc<Movable>> {
         self.built.take()
     }
@@ -219,8 +223,8 @@ impl MachineBuilder {
 
 impl Builder for MachineBuilder {
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // First drop a machine that was built for a failed attempt: there may not be enough memory
-        // for both.
+        // First drop a machine that was built for a failed attempt, because there may not be enough
+        // memory for two machines.
         self.built = None;
         let refuse = |fault, error: &dyn std::error::Error| Refusal {
             fault,
@@ -246,8 +250,8 @@ impl Builder for MachineBuilder {
     }
 }
 
-/// Checks that the regions match those of a machine with this description, because the
-/// layout of memory cannot change after it is built.
+/// Checks that the source's memory regions equal those of a machine with this description, because
+/// the layout of memory cannot change once the memory is allocated.
 fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Refusal> {
     let theirs: Vec<u64> = offered.regions.iter().map(|region| region.length).collect();
     let ours: Vec<u64> = layout(description.config.memory_bytes)
@@ -266,11 +270,11 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
     })
 }
 
-/// Refuses a machine larger than the memory limit of this process's control group while
-/// it still runs at the source: the kernel would eventually kill the process and the VM
-/// would be lost. Swap counts towards the limit.
+/// Refuses a machine that is larger than the memory limit of this process's control group, before
+/// the source pauses the guest. Without this check, the kernel would eventually kill this process,
+/// and the VM would be lost. Swap counts towards the limit.
 fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
-    // If /proc cannot be read, leave it to the kernel.
+    // If /proc cannot be read, accept the machine.
     let Ok(Some(limit)) = cgroup::memory_limit() else {
         return Ok(());
     };
@@ -282,7 +286,7 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
         fault: FaultCode::NoMemory,
         text: format!(
             "the VM has {memory_bytes} bytes of memory, but this process is limited to {} ({}, \
-             with {swap_bytes} bytes of swap): the kernel would kill it",
+             with {swap_bytes} bytes of swap): the kernel would kill this process",
             limit.bytes,
             limit.file.display()
         ),

@@ -1,38 +1,39 @@
 //! Paces a vCPU's page visits.
 //!
-//! A vCPU asks at each beat. The answer is a number of visits and a time to wait before
-//! them, never more than one beat's worth, so that the next beat follows within about a
-//! millisecond. The guest does not catch up on time lost to a pause or a busy host.
+//! At each beat, a vCPU gets a number of visits and a time to wait before them. The number is
+//! limited so that the next beat follows within about a millisecond. The guest does not catch up on
+//! time lost to a pause or a busy host.
 
 use std::time::{Duration, Instant};
 
 /// The longest time that a vCPU waits between two beats.
 pub(crate) const BEAT: Duration = Duration::from_millis(1);
 
-/// Maximum visits between two beats: a few hundred microseconds of an unpaced guest.
+/// Maximum number of visits between two beats. An unpaced guest needs a few hundred microseconds
+/// for them.
 const BATCH_LIMIT: u32 = 256;
 
-/// How late a visit may be without delaying the next one. A value below a timer's usual
-/// lateness would lower the rate; a larger one would allow a burst after a stall.
+/// How late a visit may start without delaying the next one. A value below the usual lateness of a
+/// timer would lower the rate. A larger value would allow a burst after a stall.
 const LATENESS: Duration = Duration::from_millis(2);
 
 /// The pace of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pace {
-    /// Beats, but no visits.
+    /// The vCPU only sends beats and makes no visits.
     Idle,
-    /// As fast as it can.
+    /// The vCPU visits pages as fast as it can.
     Unpaced,
-    /// Visits per second of this vCPU.
+    /// The vCPU makes this number of visits per second.
     Rate(f64),
 }
 
-/// A vCPU's next turn.
+/// What a vCPU does after a beat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Turn {
-    /// Start of the turn at the earliest.
+    /// The earliest start of the turn.
     pub(crate) due: Instant,
-    /// Number of visits. With 0 visits the guest only sends the next beat.
+    /// Number of visits. If it is 0, the guest only sends the next beat.
     pub(crate) visits: u32,
 }
 
@@ -44,7 +45,8 @@ pub(crate) struct Pacer {
     visit_due: Instant,
     /// When the last beat without visits was due.
     beat_due: Instant,
-    /// Planned and actual start of the last batch of visits, if there is one.
+    /// Planned and actual start of the last batch of visits, if there was one. Used only for
+    /// [`Pace::Unpaced`].
     granted: Option<(Instant, Instant)>,
 }
 
@@ -58,30 +60,30 @@ impl Pacer {
         }
     }
 
-    /// Discards the plan and the current batch of visits, because the vCPU starts from
-    /// scratch after a pause.
+    /// Discards the due times and the current batch of visits, because pacing starts anew after a
+    /// pause.
     pub(crate) fn restart(&mut self, now: Instant) {
         self.visit_due = now;
         self.beat_due = now;
         self.granted = None;
     }
 
-    /// Notes that the granted visits start now.
+    /// Records that the granted visits start now.
     pub(crate) fn begin(&mut self, now: Instant) {
         if let Some((_, begun)) = &mut self.granted {
             *begun = now;
         }
     }
 
-    /// The turn after a beat at `now`, for a guest that runs at (100 - `throttle`) % of
-    /// its speed.
+    /// Returns the turn after a beat at `now`, for a guest that runs at (100 - `throttle`) % of its
+    /// speed.
     pub(crate) fn turn(&mut self, now: Instant, throttle: u8) -> Turn {
         let speed = f64::from(100 - throttle.min(99)) / 100.0;
         match self.pace {
             Pace::Idle => self.beat_only(now),
             Pace::Unpaced => {
-                // A throttled vCPU has a duty cycle: it rests in proportion to the duration of the
-                // last batch. A late start does not count as work, and shortens the rest.
+                // A throttled vCPU rests after each batch, in proportion to the duration of the
+                // batch. If the batch started late, the delay counts as a part of the rest.
                 if let Some((planned, begun)) = self.granted.take() {
                     let planned = planned.max(begun.checked_sub(LATENESS).unwrap_or(begun));
                     self.visit_due = planned + (now - begun).div_f64(speed);
@@ -110,8 +112,8 @@ impl Pacer {
         }
     }
 
-    /// Returns no visits, and a beat one millisecond after the last one, or immediately if
-    /// that time has passed.
+    /// Returns a turn without visits. Its beat is due one millisecond after the last such beat, or
+    /// immediately if that time has passed.
     fn beat_only(&mut self, now: Instant) -> Turn {
         self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);
         Turn {
@@ -126,8 +128,8 @@ impl Pacer {
 mod tests {
     use super::*;
 
-    /// Returns the number of visits of a vCPU that is never late, during `length`, and its
-    /// longest wait.
+    /// Simulates a vCPU that is never late, for the time `length`. Returns its number of visits
+    /// and its longest wait.
     fn run(
         pacer: &mut Pacer,
         start: Instant,
@@ -158,7 +160,7 @@ mod tests {
             let expected = rate * 10.0;
             assert!(
                 (f64::from(visits) - expected).abs() <= expected * 0.01 + 1.0,
-                "{visits} visits for {expected}"
+                "{visits} visits, {expected} expected"
             );
             assert!(longest <= BEAT, "waited {longest:?}");
         }
@@ -193,7 +195,8 @@ mod tests {
                 now += Duration::from_micros(1) * turn.visits;
                 visits += turn.visits;
             }
-            // A million a second at full speed.
+            // Without the throttle, this vCPU would make a million visits per second. The throttle
+            // leaves 10 %.
             assert!((95_000..=105_000).contains(&visits), "{visits}");
         }
     }
@@ -222,7 +225,7 @@ mod tests {
             beats += 1;
         }
         assert!((999..=1001).contains(&beats), "{beats}");
-        // A second without running is not made up.
+        // The vCPU does not run for a second. It does not make up for the beats that it missed.
         now += Duration::from_secs(1);
         assert_eq!(pacer.turn(now, 0).due, now);
         assert_eq!(pacer.turn(now, 0).due, now + BEAT);

@@ -1,10 +1,10 @@
-//! A guest without a hypervisor: threads of this process that visit its memory like the
-//! program of the KVM guest (`guest/workload.S`, which defines a page's content).
+//! A guest without a hypervisor: threads of this process that visit memory like the program of the
+//! KVM guest (`guest/workload.S`, which defines a page's content).
 //!
-//! A thread replaces a vCPU. It beats and is paced, throttled and parked in the same way,
-//! and reads and checks every page before it writes to it. Its own state, the number of
-//! visits to each page, is migrated as the section `visitor`. If these numbers and the
-//! memory disagree, the thread finds a wrong page and the machine stops.
+//! Each thread replaces a vCPU. It sends beats and is paced, throttled and parked like a vCPU, and
+//! reads and checks every page before it writes to it. Its own state, which counts the visits to
+//! each page, is migrated as the section `visitor`. If these counts do not match the memory, the
+//! thread finds a wrong page and the machine stops.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,10 +23,11 @@ use crate::pace::Pacer;
 use crate::state::{self, HEART, LoadError, Own, Section, VMM};
 use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
-/// The section of one thread.
+/// Name of the section with the state of one thread.
 const VISITOR: &str = "visitor";
 
-/// Offset of a page's last word, which keeps the page's signature valid.
+/// Offset of a page's last word. Each visit adjusts this word so that the page's signature stays
+/// the same.
 const LAST_WORD: usize = PAGE_BYTES as usize - 8;
 
 /// State shared by the threads of a process guest.
@@ -37,7 +38,7 @@ pub(crate) struct Shared {
     visitors: Vec<Visitor>,
 }
 
-/// State of one thread that the rest of the machine can read.
+/// The state of one thread. The rest of the machine can read it.
 #[derive(Debug)]
 struct Visitor {
     visits: AtomicU64,
@@ -99,20 +100,20 @@ impl Shared {
         }
     }
 
-    /// Visits of all threads.
+    /// Number of visits by all threads.
     pub(crate) fn visits(&self) -> u64 {
         let visits = |visitor: &Visitor| visitor.visits.load(Ordering::Relaxed);
         self.visitors.iter().map(visits).sum()
     }
 
-    /// Beats of all threads.
+    /// Number of beats by all threads.
     pub(crate) fn beats(&self) -> u64 {
         let beats = |visitor: &Visitor| visitor.beats.load(Ordering::Relaxed);
         self.visitors.iter().map(beats).sum()
     }
 
-    /// The number of complete passes over all pages, which is that of the slowest set of
-    /// any thread.
+    /// The number of complete passes over all pages: the lowest number of passes of any thread over
+    /// any of its page sets.
     pub(crate) fn full_passes(&self) -> u64 {
         let sets = match self.config.workload {
             Workload::HotSet { .. } => 2,
@@ -147,7 +148,7 @@ impl Shared {
         sections
     }
 
-    /// Loads a source's state. After an error, part of it is loaded.
+    /// Loads a source's state. After an error, a part of the state may have been loaded.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
         state::check_names(sections, |name| match name {
             VMM | HEART => 1,
@@ -167,7 +168,7 @@ impl Shared {
 }
 
 impl Visitor {
-    /// Rejects state that a thread could not have reached on its own (I7).
+    /// Loads a thread's state. Rejects values that a running thread could not have reached (I7).
     fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);
@@ -194,7 +195,7 @@ impl Visitor {
     }
 }
 
-/// The body of a thread.
+/// The main function of a thread.
 pub(crate) fn thread(shared: &Shared, index: u8) {
     let common = &shared.common;
     let mut pacer = Pacer::new(common.pace, Instant::now());
@@ -210,7 +211,7 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
 }
 
 impl Shared {
-    /// One beat and the visits that follow it; an error ends the guest.
+    /// Sends one beat and makes the visits that follow it. An error ends the guest.
     fn turn(&self, index: u8, pacer: &mut Pacer) -> Result<(), VmState> {
         let visitor = &self.visitors[usize::from(index)];
         visitor.beats.fetch_add(1, Ordering::Relaxed);
@@ -281,7 +282,7 @@ impl Shared {
 }
 
 impl Progress {
-    /// The next set to visit: the first set gets its share of every hundred visits,
+    /// Chooses the set for the next visit. Of every hundred visits, `share` go to the first set,
     /// evenly spread.
     fn choose(&mut self) -> &mut Walk {
         self.share_sum += self.share;
@@ -294,7 +295,7 @@ impl Progress {
 }
 
 impl Walk {
-    /// Advances to the next page. A pass visits every page once, and the next pass
+    /// Advances to the next page. A pass visits every page of the set once, and the next pass
     /// starts at the same page.
     fn advance(&mut self) {
         self.left -= 1;
@@ -308,8 +309,8 @@ impl Walk {
     }
 }
 
-/// The guest's clock: nanoseconds since 1970. It differs between two hosts by as much as
-/// their clocks do.
+/// Returns the guest's clock: nanoseconds since 1970. During a migration, it jumps by the
+/// difference between the clocks of the two hosts.
 fn clock_ns() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)

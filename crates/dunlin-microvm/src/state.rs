@@ -1,15 +1,19 @@
 //! The state of a paused machine, without its memory, as named sections.
 //!
-//! Most sections are the kernel's own structures, byte for byte. They are set in this order
-//! (`VCPU_SECTIONS`): the special registers before the MSRs, since EFER and the APIC base
-//! are in both; XCR0 before the XSAVE area; the local APIC and the TSC before the MSRs,
-//! since the TSC deadline is armed only in a mode that the APIC's registers select, and for
-//! a deadline that KVM computes from the current TSC (`start_sw_tscdeadline` of
-//! arch/x86/kvm/lapic.c); the TSC separately, since it continues during the migration;
-//! events and the run state last.
+//! Most sections are the kernel's own structures, byte for byte. The order in which they are set
+//! (`VCPU_SECTIONS`) matters:
 //!
-//! Unsupported sections are skipped unless they are required. The length of a section
-//! is checked before its content is used (I7).
+//! - The special registers precede the MSRs, because both contain EFER and the APIC base.
+//! - XCR0 precedes the XSAVE area.
+//! - The local APIC precedes the MSRs, because the APIC's registers select the mode in which the
+//!   TSC deadline is armed.
+//! - The TSC precedes the MSRs, because KVM computes the deadline from the current TSC
+//!   (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c). It has its own section, because it continues
+//!   during the migration.
+//! - The events and the run state are last.
+//!
+//! Unsupported sections are skipped unless they are required. The length of a section is checked
+//! before its content is used (I7).
 
 use std::io;
 
@@ -40,8 +44,8 @@ pub enum SaveError {
     /// The machine is not paused.
     #[error("the machine is {0:?}, not paused")]
     NotPaused(VmState),
-    /// KVM refused.
-    #[error("KVM does not return section `{section}` of instance {instance}")]
+    /// KVM could not return a part of the state.
+    #[error("cannot read section `{section}` of instance {instance} from KVM")]
     Kvm {
         /// The section's name.
         section: &'static str,
@@ -94,18 +98,17 @@ const VCPU_SECTIONS: [(&str, Step); 10] = [
     ("vcpu.run-state", Step::Plain(VcpuState::MP_STATE)),
 ];
 
-/// The VMM's own state, in addition to KVM's.
+/// The VMM's own state, which is migrated in addition to KVM's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Own {
     pub(crate) throttle_percent: u8,
     pub(crate) power_off_at: u64,
 }
 
-/// The parts of a machine with state to migrate. The machine must be paused, or never
-/// started.
+/// The parts of a machine that have state to migrate. The machine must be paused or never started.
 pub(crate) struct Parts<'a> {
     pub(crate) vcpus: &'a [&'a Vcpu],
-    /// MSRs supported by this host's KVM.
+    /// The MSRs that this host's KVM supports.
     pub(crate) msrs: &'a MsrList,
     pub(crate) heart: &'a Heart,
     pub(crate) tsc_khz: u32,
@@ -152,7 +155,7 @@ impl Parts<'_> {
         Ok(sections)
     }
 
-    /// Loads all sections. After an error, some of them may be loaded.
+    /// Loads all sections. After an error, some sections may have been loaded.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
         check_names(sections, |name| self.instances(name))?;
         let own = decoded(VMM, 0, Own::decode(find(sections, VMM, 0)?))?;
@@ -187,7 +190,7 @@ impl Parts<'_> {
         Ok(own)
     }
 
-    /// Maximum number of sections with this name.
+    /// The maximum number of sections with this name.
     fn instances(&self, name: &str) -> u32 {
         if VCPU_SECTIONS.iter().any(|(known, _)| *known == name) {
             self.vcpus.len() as u32
@@ -198,12 +201,12 @@ impl Parts<'_> {
         }
     }
 
-    /// Sets kvmclock to its saved value plus the time since then.
+    /// Sets kvmclock to its saved value plus the time that has passed since it was saved.
     fn write_clock(&self, bytes: &[u8]) -> Result<(), LoadError> {
         let mut reader = Reader::new(bytes);
         let at = decoded(CLOCK, 0, Moment::decode(&mut reader))?;
         let nanoseconds = decoded(CLOCK, 0, reader.u64("clock"))?;
-        // The rest of `struct kvm_clock_data` describes the source's host.
+        // Ignore the other fields of `struct kvm_clock_data`, which describe the source's host.
         decoded(CLOCK, 0, reader.bytes("clock data", 40))?;
         decoded(CLOCK, 0, reader.finish("clock data"))?;
         let passed = Moment::now().since(&at).as_nanos() as u64;
@@ -227,7 +230,7 @@ impl Own {
         let mut reader = Reader::new(bytes);
         let own = Self {
             throttle_percent: reader.u8("throttle")?,
-            power_off_at: reader.u64("visits before the power is off")?,
+            power_off_at: reader.u64("visits before the power-off")?,
         };
         if own.throttle_percent > 99 {
             return Err(bad_value(&reader, "throttle", own.throttle_percent.into()));
@@ -237,7 +240,7 @@ impl Own {
     }
 }
 
-/// A required section.
+/// Creates a required section.
 pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
     Section {
         name: name.to_owned(),
@@ -248,8 +251,8 @@ pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
     }
 }
 
-/// Checks that every section is known or optional, and that none appears twice;
-/// `instances` returns the maximum number of sections of a name.
+/// Checks that every section is known or optional, and that no section appears twice. `instances`
+/// returns the maximum number of sections with a given name.
 pub(crate) fn check_names(
     sections: &[Section],
     instances: impl Fn(&str) -> u32,

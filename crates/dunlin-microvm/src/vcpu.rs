@@ -15,8 +15,8 @@ use crate::control::{Stop, StopCode, VmState};
 use crate::layout::{POWER_OFF_ANSWER, block, block_start, port};
 use crate::pace::Pacer;
 
-/// One vCPU, shared by its thread and the rest of the machine. The lock protects the
-/// registers; the thread holds it while it runs the guest.
+/// One vCPU, shared by its thread and the rest of the machine. The lock protects the registers. The
+/// vCPU's thread holds the lock while the guest runs.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) kick: Kick,
@@ -49,7 +49,8 @@ impl Shared {
         self.slots.iter().for_each(|slot| slot.kick.kick());
     }
 
-    /// One of the guest's own counters, for one vCPU.
+    /// Returns a counter of one vCPU, which the guest keeps in the vCPU's parameter block at offset
+    /// `word`.
     pub(crate) fn counter(&self, vcpu: u8, word: u64) -> u64 {
         self.common
             .memory
@@ -57,7 +58,7 @@ impl Shared {
             .expect("parameter blocks lie within the smallest memory")
     }
 
-    /// The sum of one of the guest's counters over its vCPUs.
+    /// Returns the sum over all vCPUs of the counter at offset `word`.
     pub(crate) fn total(&self, word: u64) -> u64 {
         (0..self.slots.len() as u8)
             .map(|vcpu| self.counter(vcpu, word))
@@ -80,7 +81,7 @@ impl Shared {
     }
 }
 
-/// The body of a vCPU's thread.
+/// The main function of a vCPU's thread.
 pub(crate) fn thread(shared: &Shared, index: u8) {
     let slot = &shared.slots[usize::from(index)];
     let attached = slot.kick.attach(&slot.lock());
@@ -91,15 +92,15 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
                 let mut vcpu = slot.lock();
                 pacer.restart(Instant::now());
                 run(shared, index, &mut vcpu, attached, &mut pacer);
-                // KVM may still have to finish the port access of the last exit.
+                // KVM may not have finished the port access of the last exit.
                 if let Err(error) = vcpu.complete_exit() {
                     shared.end(VmState::Failed(format!(
-                        "vCPU {index} cannot finish its last exit: {error}"
+                        "KVM cannot finish the last exit of vCPU {index}: {error}"
                     )));
                 }
             }
             Err(error) => shared.end(VmState::Failed(format!(
-                "vCPU {index} cannot be interrupted: {error}"
+                "cannot set up the interruption of vCPU {index}: {error}"
             ))),
         }
         shared.common.control.park();
@@ -112,7 +113,7 @@ fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pac
         match vcpu.run() {
             Ok(VcpuExit::IoIn(port::BEAT, data)) => {
                 let answer = beat(shared, index, pacer).to_le_bytes();
-                // The guest's `in eax` reads four bytes.
+                // The guest's `in eax` instruction reads four bytes.
                 data.iter_mut()
                     .zip(answer)
                     .for_each(|(to, from)| *to = from);
@@ -129,7 +130,8 @@ fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pac
     }
 }
 
-/// Answers a beat.
+/// Returns the answer to a beat: the number of visits that the vCPU may make, or
+/// [`POWER_OFF_ANSWER`].
 fn beat(shared: &Shared, index: u8, pacer: &mut Pacer) -> u32 {
     let tsc = shared.counter(index, block::LAST_TSC);
     let visits = || shared.total(block::VISITS);

@@ -1,4 +1,4 @@
-//! The machine.
+//! The machine: creates, runs, observes and migrates a guest of either kind.
 
 use std::io;
 use std::sync::Arc;
@@ -33,7 +33,8 @@ pub struct Vm {
     description: VmDescription,
     guest: Guest,
     threads: Vec<JoinHandle<()>>,
-    /// Whether memory and registers are those of a guest before its first instruction.
+    /// Whether memory and registers are those of a guest before its first instruction, so that it
+    /// can start.
     bootable: bool,
 }
 
@@ -48,16 +49,16 @@ enum Guest {
     Process(Arc<process::Shared>),
 }
 
-/// Counters of a machine. They continue across a migration.
+/// Counters of a machine. A migration does not reset them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Pages that the guest has read, verified and written.
     pub pages_checked: u64,
-    /// Beats of all vCPUs.
+    /// Number of beats of all vCPUs.
     pub beats: u64,
     /// The longest time between two beats of one vCPU, including pauses and migrations.
     pub largest_gap: Duration,
-    /// After a migration: from the last beat at the source to the first beat on this host.
+    /// After a migration, the time from the last beat at the source to the first beat on this host.
     pub downtime: Option<Duration>,
 }
 
@@ -67,19 +68,19 @@ pub enum CreateError {
     /// The configuration is invalid.
     #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
-    /// This host cannot run it.
+    /// This host cannot run the machine.
     #[error("this host cannot run the machine")]
     Describe(#[from] DescribeError),
-    /// No memory is available for it.
+    /// The machine's memory could not be allocated.
     #[error("cannot allocate the machine's memory")]
     Memory(#[from] MappingError),
     /// This process cannot use KVM.
     #[error(
-        "cannot open /dev/kvm, so this host runs no KVM guest: load the kvm module, and run \
-         as root or in the group kvm"
+        "cannot open /dev/kvm, so this host cannot run a KVM guest: load the kvm module, \
+         and run as root or in the group kvm"
     )]
     NoKvm(#[source] io::Error),
-    /// KVM, or the kernel, refused.
+    /// KVM or another part of the kernel returned an error.
     #[error("cannot {step}")]
     Kernel {
         /// The failed step.
@@ -91,8 +92,8 @@ pub enum CreateError {
 }
 
 impl Vm {
-    /// Builds a machine that is paused before its first instruction. Its memory has the
-    /// initial content, except for the pages that [`Vm::fill`] writes.
+    /// Builds a machine that has not started, so the guest is before its first instruction. Its
+    /// memory has the initial content, except for the pages that [`Vm::fill`] writes.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -104,7 +105,7 @@ impl Vm {
             return Ok(vm);
         }
         let kvm = open_kvm()?;
-        let host = Host::get(&kvm).map_err(kernel("ask KVM what this host offers"))?;
+        let host = Host::get(&kvm).map_err(kernel("query what KVM supports on this host"))?;
         let description = VmDescription {
             config,
             tsc_khz: host.tsc_khz,
@@ -136,7 +137,7 @@ impl Vm {
             return Self::build_process(description.clone(), options);
         }
         let kvm = open_kvm()?;
-        let host = Host::get(&kvm).map_err(kernel("ask KVM what this host offers"))?;
+        let host = Host::get(&kvm).map_err(kernel("query what KVM supports on this host"))?;
         host.check(description)?;
         Ok(Self::build_kvm(&kvm, host, description.clone(), options)?.0)
     }
@@ -203,7 +204,7 @@ impl Vm {
         }
     }
 
-    /// Starts a thread for each vCPU; each parks immediately.
+    /// Starts a thread for each vCPU. Each thread parks immediately.
     fn spawn<S: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -228,7 +229,8 @@ impl Vm {
         }
     }
 
-    /// Makes every vCPU leave the guest. The threads of a process guest poll for it.
+    /// Makes every vCPU leave the guest. The threads of a process guest need no kick, because they
+    /// poll the machine's state.
     fn kick_all(&self) {
         if let Guest::Kvm { shared, .. } = &self.guest {
             shared.kick_all();
@@ -251,10 +253,10 @@ impl Vm {
     }
 
     /// Writes the initial content of the workload's pages, on all CPUs. Call it before
-    /// [`Vm::start`]; otherwise the guest reports that its pages are wrong.
+    /// [`Vm::start`]. Otherwise the guest's checks fail.
     ///
     /// # Errors
-    /// `Started` if the machine is not new.
+    /// `Started` or `Ended` if the machine is not new.
     pub fn fill(&self) -> Result<(), ControlError> {
         self.state().must_be_created()?;
         fill::fill(self.memory(), self.config())
@@ -273,19 +275,18 @@ impl Vm {
         self.common().control.run(VmState::Created)
     }
 
-    /// Stops every vCPU. When this returns, no vCPU is in the guest, nothing writes
-    /// guest memory, and registers are consistent, until the machine is resumed. Has no
+    /// Stops every vCPU. From the return of this method until the machine is resumed, no vCPU runs
+    /// the guest, nothing writes to guest memory, and the registers are consistent. It has no
     /// effect on a machine that is not running.
     ///
     /// # Errors
-    /// `Ended` if the machine has ended, possibly during the call. It is stopped in any
-    /// case.
+    /// `Ended` if the machine has ended, possibly during the call. In this case, too, no vCPU runs.
     pub fn pause(&self) -> Result<(), ControlError> {
         self.common().control.pause(|| self.kick_all())
     }
 
-    /// Resumes a paused machine, whether it was paused on this host or loaded. Has no
-    /// effect on a running one.
+    /// Resumes a machine that was paused on this host or has been loaded. It has no effect on a
+    /// running machine.
     ///
     /// # Errors
     /// `NotStarted` or `Ended`.
@@ -293,7 +294,7 @@ impl Vm {
         self.common().control.run(VmState::Paused)
     }
 
-    /// Marks this copy as migrated to another host: it can never run again (I1). Has no
+    /// Marks this copy as migrated to another host, so that it can never run again (I1). It has no
     /// effect on a machine that has ended.
     pub fn give_away(&self) {
         self.common()
@@ -330,8 +331,8 @@ impl Vm {
             .wait_until_ended(Instant::now() + limit)
     }
 
-    /// After a migration: waits for the guest's first beat on this host, for at most
-    /// `limit`, and returns how long the guest was silent.
+    /// After a migration, waits for the guest's first beat on this host, for at most `limit`.
+    /// Returns the downtime.
     pub fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         self.common().heart.wait_for_downtime(limit)
     }
@@ -351,8 +352,8 @@ impl Vm {
         }
     }
 
-    /// The number of complete passes over all pages, which is that of the slowest set of
-    /// any vCPU.
+    /// The number of complete passes over all pages: the lowest number of passes of any vCPU over
+    /// any of its page sets.
     pub fn full_passes(&self) -> u64 {
         const PASS: u64 = 0x20;
         const COUNT: u64 = 0x08;
@@ -370,8 +371,8 @@ impl Vm {
             .unwrap_or(0)
     }
 
-    /// Logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. They are
-    /// off; only those of one call may be on at a time.
+    /// Returns logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. The
+    /// logs are off. At any time, only the logs of one call may be on.
     pub fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
         let memory = Arc::clone(self.memory());
         match &self.guest {
@@ -379,7 +380,8 @@ impl Vm {
                 Box::new(KvmLog(Arc::clone(machine))),
                 Box::new(OwnWrites::new(memory)),
             ],
-            // Sees every write of this process.
+            // This log records every write of this process, so the VMM's writes need no separate
+            // log.
             Guest::Process(_) => vec![Box::new(WriteProtectLog::new(memory))],
         }
     }
@@ -405,11 +407,12 @@ impl Vm {
         }
     }
 
-    /// Loads a source's state. The machine is paused afterwards; [`Vm::resume`]
-    /// continues where the source stopped. Its memory must have arrived by then.
+    /// Loads a source's state. Afterwards the machine is paused, and [`Vm::resume`] continues where
+    /// the source stopped. All of the machine's memory must have arrived before the machine is
+    /// resumed.
     ///
     /// # Errors
-    /// See [`LoadError`]. The machine has then failed and can only be dropped.
+    /// See [`LoadError`]. After an error, the machine has failed and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
         let common = self.common();
         let own = common.control.load(|| {
@@ -419,7 +422,7 @@ impl Vm {
                 }
                 Guest::Process(shared) => shared.load(sections)?,
             };
-            // Before another thread can resume the machine.
+            // Store the value before another thread can resume the machine.
             common
                 .power_off_at
                 .store(own.power_off_at, Ordering::Relaxed);
@@ -450,13 +453,13 @@ impl Drop for Vm {
     fn drop(&mut self) {
         self.common().control.exit(|| self.kick_all());
         for thread in self.threads.drain(..) {
-            // The thread has already reported a panic.
+            // The panic handler has already reported a panic of the thread.
             let _ = thread.join();
         }
     }
 }
 
-/// Zeroed, untouched memory for the configuration.
+/// Allocates zeroed, unpopulated memory for the configuration.
 fn guest_memory(config: &Config, options: HostOptions) -> Result<Arc<TrackedMemory>, MappingError> {
     let memory = allocate(config.memory_bytes, config.backing)?;
     if options.huge_pages {

@@ -4,7 +4,7 @@
 pub use dunlin_proto::wire::{DecodeError, DecodeReason};
 pub(crate) use dunlin_proto::wire::{Reader, Writer};
 
-/// The error for an invalid value of the field just read.
+/// Returns the error for an invalid value of the field that was just read.
 pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> DecodeError {
     DecodeError {
         what,
@@ -25,7 +25,7 @@ pub(crate) fn optional_u64(
     }
 }
 
-/// Appends a presence byte, and the value or zero.
+/// Appends a presence byte, then the value, or zero without a value.
 pub(crate) fn put_optional_u64(writer: &mut Writer<'_>, value: Option<u64>) {
     writer.flag(value.is_some()).u64(value.unwrap_or(0));
 }

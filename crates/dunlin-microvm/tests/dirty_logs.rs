@@ -1,5 +1,4 @@
-//! Runs the conformance test of dirty logs on the logs of a machine, with each kind of
-//! guest.
+//! Runs the conformance test of dirty logs on a machine's logs, with each kind of guest.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -20,17 +19,18 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;
 
-/// Lets one test run at a time, because all tests share the reserved huge pages.
+/// Lets one test run at a time, because all tests use the same reserved huge pages.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Private memory on huge pages, and private memory on small pages.
+/// Private memory with transparent huge pages, and private memory without them.
 const PRIVATE: [(Backing, bool); 2] = [(Backing::Private, true), (Backing::Private, false)];
 const MEMFD: (Backing, bool) = (Backing::Memfd, false);
 
-/// Two vCPUs that write to all of memory, including pages that were never touched.
+/// Creates a machine with two vCPUs that write to all of its memory, including pages that were
+/// never touched.
 fn writing(guest: GuestKind, (backing, huge_pages): (Backing, bool)) -> Arc<Movable> {
     let config = Config {
         guest,
@@ -61,7 +61,7 @@ fn conforms(vm: &Movable, what: &str, result: Result<Seen, Violation>) {
     let seen = result.unwrap_or_else(|violation| panic!("{what}: {violation}"));
     println!("{what}: {seen:?}");
     assert!(seen.pages > 1000, "{what}: {seen:?}");
-    // The guest's own check has found no error.
+    // The checks in the guest have found no error. Otherwise, the state would be `Stopped`.
     assert_eq!(vm.vm().state(), VmState::Paused);
 }
 
@@ -93,8 +93,8 @@ fn i5_the_log_of_a_process_guest_conforms() {
     all_conform(GuestKind::Process);
 }
 
-/// Tests the log of the second region, which starts at 4 GiB, for a machine that has
-/// touched little memory.
+/// Tests the log of the second region, which starts at 4 GiB. The guest has touched only a small
+/// part of the machine's memory.
 fn logs_what_lies_above_the_hole(guest: GuestKind) {
     const ABOVE: u64 = 4 << 30;
     const PAGES: u64 = 4096;
@@ -122,7 +122,7 @@ fn logs_what_lies_above_the_hole(guest: GuestKind) {
     for page in (0..PAGES).filter(|&page| visits(page) > 0) {
         assert!(is_set(&maps[1], page), "{guest:?}: {page}");
     }
-    // The VMM's writes there.
+    // Write to the second region as the VMM.
     vm.memory()
         .write_obj(7_u64, GuestAddress(ABOVE + 9 * 4096))
         .unwrap();

@@ -1,4 +1,4 @@
-//! The guest runs, checks its memory, keeps its rate, and executes commands.
+//! Tests that the guest runs, checks its memory, keeps its rate and executes commands.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -62,7 +62,7 @@ fn every_workload_on_every_fill_checks_clean() {
 #[test]
 fn memory_on_both_sides_of_the_hole_is_visited() {
     let Some(_turn) = kvm() else { return };
-    // The last vCPU's share of the working set is all of the memory above the hole.
+    // The last vCPU's share of the working set contains all of the memory above the hole.
     let vm = fresh(Config {
         memory_bytes: (3 << 30) + (16 << 20),
         fill: Fill::Zero,
@@ -94,7 +94,7 @@ fn a_guest_runs_on_huge_pages() {
 #[test]
 fn a_missing_huge_page_reservation_is_reported_with_advice() {
     let Some(_turn) = kvm() else { return };
-    // The maximum of a machine; no host reserves that many for tests.
+    // No host reserves this many huge pages for tests.
     let config = Config {
         backing: Backing::Huge,
         memory_bytes: 32 << 30,
@@ -232,7 +232,7 @@ fn a_pause_is_short_and_nothing_moves_during_it() {
             "pause {workload:?} at {dirty_rate}/s: median {:?}, longest {:?}",
             took[25], took[49]
         );
-        // The median, since a busy machine delays some.
+        // Compare only the median, because a busy host delays some pauses.
         assert!(
             took[25] < Duration::from_millis(20),
             "median {:?}",
@@ -253,22 +253,22 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
         vcpus: 2,
         ..small()
     });
-    // Skip some visits, during which the change of the rate takes effect.
+    // The rate changes during the first visits, so skip them.
     rate_of(&vm, 200);
     let full = rate_of(&vm, 2000);
     vm.throttle(75).unwrap();
     rate_of(&vm, 50);
     let quarter = rate_of(&vm, 500);
     println!("4000/s asked: {full:.0}/s, throttled by 75 %: {quarter:.0}/s");
-    // Never above; a busy machine may lower it.
+    // The guest never exceeds its rate by much, but a busy host may slow it down.
     assert!((1000.0..4400.0).contains(&full), "{full}");
     assert!((250.0..1150.0).contains(&quarter), "{quarter}");
     assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
 
-    // The guest does not catch up after a pause.
+    // Check that the guest does not catch up after a pause.
     vm.throttle(0).unwrap();
     vm.pause().unwrap();
-    // If the guest caught up after this wait, it would make 400 visits more.
+    // If the guest caught up after this wait, it would make 400 additional visits.
     std::thread::sleep(Duration::from_millis(100));
     let before = vm.stats().pages_checked;
     let start = Instant::now();
@@ -278,7 +278,7 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
     let fair = start.elapsed().as_secs_f64() * 4000.0;
     assert!(
         burst <= fair * 1.1 + 50.0,
-        "{burst} visits where {fair:.0} are fair"
+        "{burst} visits, {fair:.0} expected"
     );
 }
 
@@ -290,7 +290,7 @@ fn an_unpaced_guest_is_throttled_by_its_duty_cycle() {
     vm.throttle(80).unwrap();
     let fifth = rate_now(&vm) / full;
     println!("throttled by 80 %: {:.0} % of full speed", fifth * 100.0);
-    // Other load on the host affects both figures; pace.rs tests the exact ratio.
+    // Other load on the host affects both rates. The tests of `pace` check the exact ratio.
     assert!((0.02..0.6).contains(&fifth), "{fifth}");
 }
 

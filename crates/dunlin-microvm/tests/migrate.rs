@@ -1,5 +1,4 @@
-//! A machine is migrated to another machine in the same process, and its dirty log is
-//! correct.
+//! Migrates a machine to another machine in the same process, and checks the machine's dirty log.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -57,7 +56,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         wait_for(&destination, "two more passes", |vm| {
             vm.full_passes() >= passes + 2
         });
-        // A vCPU stops the machine if its TSC goes back.
+        // If a vCPU's TSC goes back, the guest stops the machine.
         wait_for(&destination, "beats of every vCPU", |vm| {
             let now = guest_tscs(vm);
             tscs.iter().zip(now).all(|(before, now)| *before < now)
@@ -66,9 +65,9 @@ fn a_moved_machine_goes_on_where_it_was() {
         assert!(downtime >= Duration::from_millis(30), "{downtime:?}");
         assert!(downtime < Duration::from_secs(5), "{downtime:?}");
         assert!(destination.stats().largest_gap >= downtime);
-        // The source stayed paused.
+        // The source is still paused, so its guest has visited no further pages.
         assert_eq!(source.stats().pages_checked, stats.pages_checked);
-        // Then to a third machine.
+        // Move the machine to a third machine.
         let third = move_paused(&destination);
         let passes = destination.full_passes();
         drop(destination);
@@ -146,7 +145,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
     }
 }
 
-/// The log of the guest's writes is off: the kernel's code for that is ENOENT.
+/// Asserts that the log of the guest's writes is off. KVM then returns ENOENT.
 fn is_off(logs: &mut [Box<dyn DirtyLog>]) {
     let error = logs[0].fetch(&mut |_, _| ()).unwrap_err();
     let kernels = error.source().unwrap().downcast_ref::<io::Error>();
@@ -181,8 +180,8 @@ fn the_log_holds_exactly_what_was_written() {
     let maps = logs.fetch();
     let first = 1024;
     assert!((first..first + written).all(|page| is_dirty(&maps, page)));
-    // KVM may also log a page that it has only mapped for writing, such as the program or the next
-    // page.
+    // KVM may also log a page that it has only mapped for writing, such as the program's page or
+    // the page after it.
     let pages = dirty_pages(&maps);
     assert!(
         (written + 1..written + 16).contains(&pages),

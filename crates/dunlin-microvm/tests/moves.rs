@@ -1,4 +1,4 @@
-//! The engine migrates a running machine over real TLS lanes, and the guest continues.
+//! Tests that the engine migrates a running machine over real TLS lanes and the guest continues.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +17,7 @@ use support::{guest_tscs, vmm_read, vmm_write, wait_for};
 
 const MIB: u64 = 1 << 20;
 
-/// The number of migrations of one guest: few in `make test`, many in `make soak`.
+/// The number of migrations of one guest, which is larger in `make soak` than in `make test`.
 fn rounds() -> u16 {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         200
@@ -26,8 +26,8 @@ fn rounds() -> u16 {
     }
 }
 
-/// Waits until the guest has made a pass over all its pages that began after this call, or until it
-/// has sent a beat, if it has no pages.
+/// Waits until the guest has completed a pass over all its pages that began after this call. If the
+/// guest visits no pages, waits for beats instead.
 fn goes_on(vm: &Vm) {
     if vm.config().workload == Workload::Idle {
         let beats = vm.stats().beats;
@@ -38,7 +38,8 @@ fn goes_on(vm: &Vm) {
     }
 }
 
-/// Moves a guest `rounds` times, from each destination to the next, over 1 to 8 lanes in turn.
+/// Moves a guest `rounds` times, each time from the last destination to a new one. The number of
+/// lanes takes the values 1 to 8 in turn.
 fn moves_again_and_again(tls: &Tls, config: Config, rounds: u16, first_lanes: u16) {
     let what = format!(
         "{} MiB {:?}, {} vCPUs, {:?}, filled {:?}",
@@ -98,7 +99,7 @@ fn i3_one_guest_moves_back_and_forth() {
 #[test]
 fn i3_every_workload_backing_and_fill_moves() {
     let Some(_turn) = kvm() else { return };
-    // Source and destination exist at the same time.
+    // Source and destination exist at the same time, so reserve pages for two machines.
     let huge = HugePages::reserve(2 * 64 / 2);
     let tls = Tls::new();
     let workloads = [
@@ -125,8 +126,8 @@ fn i3_every_workload_backing_and_fill_moves() {
                 backing,
                 ..Config::default()
             };
-            // Migrates once with each number of lanes; in `make soak`, as many times as the guest
-            // above in `make test`.
+            // In `make test`, migrate eight times: once with each number of lanes. In `make soak`,
+            // migrate 25 times.
             let rounds = if rounds() > 25 { 25 } else { 8 };
             moves_again_and_again(&tls, config, rounds, number.into());
             number += 1;
@@ -146,7 +147,8 @@ fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
     let written = AtomicU64::new(0);
     let write = |event: &Event| {
         if matches!(event, Event::Iterated(_)) {
-            // Writes one page for each iteration, to which no vCPU writes, and one page in all
+            // In each iteration, write to two pages that no vCPU writes to. The first page is a
+            // different one in each of the first 14 iterations. The second page is the same in all
             // iterations.
             let number = written.fetch_add(1, Ordering::SeqCst) + 1;
             let bytes = number.to_le_bytes();
@@ -186,7 +188,7 @@ fn a_guest_that_was_paused_arrives_paused_and_goes_on_when_resumed() {
     assert_eq!(there.vm().state(), VmState::Paused);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(there.vm().stats().pages_checked, checked);
-    // Still paused, the guest moves to a third machine.
+    // Move the paused guest to a third machine.
     let (third, ..) = relocate(&there, &tls, &verified(1));
     assert_eq!(third.vm().stats().pages_checked, checked);
     third.vm().resume().unwrap();
@@ -206,7 +208,7 @@ fn i1_a_guest_that_has_moved_cannot_be_resumed_at_the_source() {
     let checked = vm.vm().stats().pages_checked;
     goes_on(there.vm());
     assert_eq!(vm.vm().stats().pages_checked, checked);
-    // It cannot be migrated again.
+    // The machine cannot be migrated again.
     let again = attempt(
         &vm,
         &tls,
@@ -227,7 +229,8 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
         ..Config::default()
     });
     goes_on(vm.vm());
-    // The memory takes a second to migrate, so that the guest ends in the middle.
+    // At this rate the memory takes a second to migrate, so that the guest ends during the
+    // migration.
     let options = verified(2).to_builder().rate(128 * MIB).build().unwrap();
     let asked = AtomicU64::new(0);
     let moved = attempt(
@@ -245,7 +248,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
     assert_eq!(error.code(), FaultCode::GuestPoweredOff);
     assert_eq!(error.vm, VmIs::Gone);
     assert_eq!(vm.vm().state(), VmState::PoweredOff);
-    // The destination gets the reason, and can receive the next VM.
+    // The destination gets the reason and can receive another VM.
     let error = moved.destination.err().unwrap();
     assert_eq!(error.code(), FaultCode::GuestPoweredOff, "{error}");
     assert!(asked.into_inner() > 0);
@@ -261,7 +264,7 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         vcpus: 2,
         ..Config::default()
     });
-    // A vCPU that has not sent a beat yet has not read its TSC.
+    // A vCPU reads its TSC only when it sends its first beat.
     wait_for(vm.vm(), "a beat of each vCPU", |vm| {
         guest_tscs(vm).iter().all(|tsc| *tsc > 0)
     });
@@ -272,7 +275,7 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         let (guest, source) = (report.downtime.guest.unwrap(), report.downtime.total);
         println!("downtime as the guest saw it {guest:?}, from pause to running {source:?}");
         assert_eq!(received.guest_downtime, Some(guest));
-        // The guest sends a beat every millisecond, and is silent from its last beat before the
+        // The guest sends a beat every millisecond. It is silent from its last beat before the
         // pause to its first beat after the resume.
         let slack = Duration::from_millis(20);
         assert!(guest <= source + slack, "{guest:?} {source:?}");
@@ -283,8 +286,8 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         assert!(there.vm().stats().largest_gap >= guest);
         vm = there;
     }
-    // The guest would have stopped if its TSC had gone back; check that it has not run ahead of the
-    // wall clock either.
+    // If the TSC had gone back, the guest would have stopped. Check that the TSC has not run ahead
+    // of the wall clock either.
     let khz = f64::from(vm.vm().description().tsc_khz);
     let guest_ms = (guest_tscs(vm.vm())[0] - before[0]) as f64 / khz;
     let wall_ms = wall.elapsed().as_secs_f64() * 1000.0;

@@ -1,6 +1,6 @@
-//! Migrations that lose or damage a single byte. The guest detects it; if both memories are compared,
-//! the migration fails before the guest runs. Digests taken after the resume, as for `dunlin demo`,
-//! show it too.
+//! Migrations that lose or damage a single byte. The guest detects the damage. If the migration
+//! compares both memories, it fails before the guest runs. The digests that `dunlin demo` compares
+//! after the resume also show the damage.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -26,30 +26,32 @@ use support::moves::{Tls, attempt, movable, relocate, unverified, verified};
 use support::{vmm_read, vmm_write, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
-/// The page that is damaged, and the word in it: its content, or its pass.
+/// Address of the damaged page, and the possible offsets of the damaged word in the page: a word of
+/// the content, or the pass count.
 const PAGE: u64 = WORKLOAD_START + 99 * 4096;
 const CONTENT: u64 = 1000;
 const PASS: u64 = 0;
 
-/// A filled page that the guest does not visit, as an offset from [`PAGE`].
+/// Offset from [`PAGE`] of a filled page that the guest does not visit.
 const COLD: u64 = 20 << 20;
-/// The 2 MiB with that page, and the 2 MiB with the pages that the guest leaves to the VMM.
+/// Number of the 2 MiB block that contains the page at [`COLD`], and number of the block that
+/// contains the pages at [`DEVICE_START`].
 const COLD_BLOCK: usize = ((PAGE + COLD) >> 21) as usize;
 const DEVICE_BLOCK: usize = (DEVICE_START >> 21) as usize;
 
-/// When the destination damages the byte.
+/// When the destination damages a byte of the memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Never,
-    /// Once memory has been compared, if it is.
+    /// When the state is loaded, which is after any comparison of the memories.
     Loading,
-    /// Before it is hashed.
+    /// Before the memory is hashed for the comparison.
     Hashing,
-    /// Directly before the guest resumes.
+    /// Immediately before the guest resumes.
     Resuming,
 }
 
-/// Builds machines that damage one byte of their memory.
+/// Builds machines that damage one byte of their own memory.
 struct Damaging {
     machines: MachineBuilder,
     when: When,
@@ -72,8 +74,8 @@ struct Damaged {
     vm: Arc<Movable>,
     when: When,
     offset: u64,
-    /// Whether the memory has been requested before. The first request is for the lanes, the second for
-    /// the digest.
+    /// Whether the memory has been requested before. The first request is for the lanes, and the
+    /// second is for the digest.
     asked: AtomicBool,
 }
 
@@ -179,13 +181,13 @@ fn i3_one_damaged_byte_ends_a_verified_migration_and_the_next_one_works() {
     let error = moved.source.unwrap_err();
     assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     assert_eq!(error.vm, VmIs::AtSource);
-    // The destination never ran it.
+    // The destination has loaded the guest, but has never run it.
     let there = builder.built.take().unwrap();
     assert_eq!(there.vm().state(), VmState::Paused);
     let error = moved.destination.err().unwrap();
     assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     drop(there);
-    // The guest continues where it was, undamaged.
+    // The guest continues at the source, undamaged.
     assert_eq!(vm.vm().state(), VmState::Running);
     let passes = vm.vm().full_passes();
     wait_for(vm.vm(), "two passes", |vm| vm.full_passes() >= passes + 2);
@@ -213,7 +215,7 @@ fn i3_without_a_comparison_the_guest_itself_finds_the_damage() {
     assert!(ended.to_string().contains("code 2"), "{ended}");
 }
 
-/// The kinds of guest that this host can run, and the turn for KVM.
+/// The kinds of guest that this host can run, and the guard that lets one test use KVM at a time.
 fn kinds() -> (Option<MutexGuard<'static, ()>>, Vec<GuestKind>) {
     let turn = kvm();
     let on_kvm = turn.as_ref().map(|_| GuestKind::Kvm);
@@ -221,7 +223,7 @@ fn kinds() -> (Option<MutexGuard<'static, ()>>, Vec<GuestKind>) {
     (turn, kinds)
 }
 
-/// The blocks of 2 MiB in which two memories differ.
+/// Returns the numbers of the 2 MiB blocks in which two memories differ.
 fn differences(source: &[u64], destination: &[u64]) -> Vec<usize> {
     assert_eq!(source.len(), destination.len());
     let blocks = 0..source.len();
@@ -260,8 +262,9 @@ fn i3_a_byte_damaged_between_the_last_write_and_the_resume_is_in_the_digests() {
     }
 }
 
-/// A page that is written again before it is read for the second digest has only the first one, taken
-/// before the damage. The guest checks the pages that it writes, but not those of the VMM.
+/// Tests a limit of the digests. If a page is written after the resume and before the digests are
+/// computed, the digest from its arrival is used. The damage happens after that digest was
+/// computed, so the digests do not show it.
 #[test]
 fn i3_a_byte_damaged_in_a_page_that_is_written_after_the_resume_is_not_in_the_digests() {
     let (_turn, kinds) = kinds();
@@ -283,7 +286,7 @@ fn i3_a_byte_damaged_in_a_page_that_is_written_after_the_resume_is_not_in_the_di
     }
 }
 
-/// A machine with a dirty log that misses a page that the guest leaves to the VMM.
+/// A machine with a dirty log that never reports the page at [`DEVICE_START`].
 struct Forgetful(Arc<Movable>);
 
 struct ForgetfulLog(Box<dyn DirtyLog>);
@@ -351,7 +354,8 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
         for forgets in [false, true] {
             let vm = guest_of(kind);
             vmm_write(vm.vm(), 0, &[1]);
-            // At the end of the first pass the page has been sent.
+            // By the end of the first iteration, the page has been sent. A write at this time must
+            // be in the dirty log.
             let written = AtomicBool::new(false);
             let on_event = |event: &Event| {
                 if matches!(event, Event::Iterated(_)) && !written.swap(true, Ordering::SeqCst) {
@@ -369,7 +373,8 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
             moved.destination.unwrap();
             assert!(written.into_inner());
             let there = builder.built.unwrap();
-            // The first digest already shows it, even if the page is written again.
+            // The digest from the page's arrival already shows that the page was missed, even if
+            // the page is written again.
             vmm_write(there.vm(), 0, &[2]);
             let theirs = there.digests_at_resume().unwrap();
             let found = differences(&vm.digests().unwrap(), &theirs);
@@ -379,7 +384,8 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
     }
 }
 
-/// Zero pages have no content on the lanes.
+/// The lanes do not carry the content of zero pages, so the digest of a page that becomes zero is
+/// tested separately.
 #[test]
 fn i3_a_page_that_becomes_zero_on_the_way_is_equal_in_the_digests() {
     let (_turn, kinds) = kinds();
@@ -397,7 +403,7 @@ fn i3_a_page_that_becomes_zero_on_the_way_is_equal_in_the_digests() {
         moved.source.unwrap();
         moved.destination.unwrap();
         let there = builder.built.unwrap();
-        // Only the first digest counts.
+        // After this write, only the digest from the page's arrival is used.
         vmm_write(there.vm(), 0, &[0]);
         let theirs = there.digests_at_resume().unwrap();
         assert!(differences(&vm.digests().unwrap(), &theirs).is_empty());

@@ -1,4 +1,4 @@
-//! The guest that needs no KVM.
+//! Tests the process guest, which needs no KVM.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -19,8 +19,7 @@ use support::{
 };
 use vm_memory::{Bytes, GuestAddress};
 
-/// Lets one test run at a time: the pace of guests that compete for the CPUs cannot be
-/// tested.
+/// Lets one test run at a time, because guests that compete for the CPUs do not keep their pace.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -36,7 +35,7 @@ fn process() -> Config {
     }
 }
 
-/// Ends, by its own check or otherwise.
+/// Waits until the machine has ended and returns its final state.
 fn end_of(vm: &Vm) -> VmState {
     let state = vm.wait_until_ended(Duration::from_secs(10));
     assert!(state.has_ended(), "{state:?}");
@@ -47,7 +46,7 @@ fn end_of(vm: &Vm) -> VmState {
 fn i3_it_moves_by_the_engine_whatever_it_does_and_whatever_it_is_made_of() {
     let _turn = turn();
     let tls = Tls::new();
-    // Enough huge pages for a machine at the source and a machine at the destination.
+    // Reserve enough huge pages for a machine at the source and a machine at the destination.
     let huge = HugePages::reserve(2 * 6);
     for (workload, backing) in [
         (Workload::Sequential, Backing::Private),
@@ -155,8 +154,8 @@ fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
     assert!(stop.found > stop.expected);
 }
 
-/// Asserts that `visits` further visits take at least 6/7 of the time that `rate` visits per second
-/// need. On a busy machine they take longer; the tests of `pace` check the exact rate.
+/// Asserts that `visits` further visits take at least 6/7 of the time that they need at `rate`
+/// visits per second. On a busy host they take longer. The tests of `pace` check the exact rate.
 fn is_no_faster(vm: &Vm, visits: u64, rate: f64) {
     let made = rate_of(vm, visits);
     assert!(made <= rate * 7.0 / 6.0, "{made} visits per second");
@@ -169,7 +168,7 @@ fn it_keeps_its_rate_can_be_throttled_and_paused() {
         dirty_rate: 8000,
         ..process()
     });
-    // The first pass populates the memory, a huge page at a time.
+    // The first pass populates the memory one huge page at a time, so skip it.
     wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
     is_no_faster(&vm, 2400, 8000.0);
     vm.throttle(75).unwrap();
@@ -279,7 +278,8 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
             )
         }
     };
-    // The cursor and the number of remaining visits follow the counters and the share.
+    // In the section, the cursor and the number of remaining visits follow the counters and the
+    // share.
     for (word, value, field) in [
         (2, 100, "share"),
         (3, u64::MAX, "cursor"),

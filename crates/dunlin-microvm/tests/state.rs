@@ -1,4 +1,5 @@
-//! State from a peer is checked before it is used, and state that a migration loses is detected.
+//! Tests that state from a peer is checked before it is used, and that the loss of state is
+//! detected.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -24,7 +25,7 @@ fn source() -> (Vm, Vec<Section>) {
         fill: Fill::Zero,
         ..Config::default()
     });
-    // Wait for both vCPUs: one that has not begun has no state to lose.
+    // Wait for both vCPUs, because a vCPU that has not started has no state to lose.
     wait_for(&vm, "a pass", |vm| vm.full_passes() > 0);
     assert!(matches!(
         vm.save(),
@@ -35,7 +36,8 @@ fn source() -> (Vm, Vec<Section>) {
     (vm, sections)
 }
 
-/// Loads a machine with changed bytes in one section, and lets it run.
+/// Changes the section `name` of the source's vCPU 1 with `change`, loads the sections into a
+/// machine, lets it run, and returns its state.
 fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     let (source, mut sections) = source();
     let section = sections
@@ -47,8 +49,8 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
-    // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
-    // its registers in this time.
+    // If the guest detects an error, the wait ends immediately. Otherwise every vCPU runs and
+    // checks its registers during this time.
     destination.wait_until_ended(Duration::from_millis(300))
 }
 
@@ -56,7 +58,8 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
 fn the_guest_finds_a_lost_sse_register() {
     let Some(_turn) = kvm() else { return };
     assert_eq!(run_changed("vcpu.xsave", |_| {}), VmState::Running);
-    // Intel SDM volume 1, section 10.5.1: XMM0 is at 160; the low half of the last register.
+    // XMM0 is at offset 160 (Intel SDM volume 1, section 10.5.1). This changes the low half of
+    // XMM15.
     let state = run_changed("vcpu.xsave", |bytes| bytes[160 + 15 * 16] ^= 1);
     let VmState::Stopped(stop) = state else {
         panic!("{state:?}");
@@ -77,7 +80,8 @@ fn the_guest_finds_a_lost_avx_register() {
         println!("skipped, the guest has no AVX here");
         return;
     }
-    // Section 13.4.3: the upper halves start at 576 in the standard format.
+    // In the standard format, the upper halves start at offset 576 (section 13.4.3). The change is
+    // in the upper half of YMM8.
     let state = run_changed("vcpu.xsave", |bytes| bytes[576 + 8 * 16] ^= 1);
     let VmState::Stopped(stop) = state else {
         panic!("{state:?}");
@@ -99,7 +103,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
         result
     };
     load(&sections).unwrap();
-    // Both vCPUs' sections go the same way.
+    // Test the sections of one vCPU, because those of the other vCPU take the same path.
     let one_of_each = sections
         .iter()
         .filter(|section| section.instance == 0)
@@ -112,7 +116,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
             change(&mut sections[position]);
             load(&sections)
         };
-        // MSRs may be fewer.
+        // A section with fewer MSRs is valid, so an empty one is no error.
         if name != "vcpu.msrs" {
             let error = changed(&|section| section.bytes.clear()).unwrap_err();
             assert!(error.to_string().contains(&name), "{error}");
@@ -137,7 +141,8 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
             changed(&|section| section.instance = 9),
             Err(LoadError::Unknown { instance: 9, .. })
         ));
-        // Garbage of the right length: KVM may accept or refuse it, and the process must survive.
+        // Write garbage of the correct length. KVM may accept or reject it, but the process must
+        // not crash.
         let _ = changed(&|section| section.bytes.fill(0xa5));
         let mut fewer = sections.clone();
         fewer.remove(position);
@@ -166,7 +171,8 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// The section of vCPU 1. In the sections of vCPU 0 every index is 0, so a wrong index would not show.
+/// Returns a section of vCPU 1. In the sections of vCPU 0 every index is 0, so a wrong index would
+/// go unnoticed.
 fn bytes_of<'a>(sections: &'a mut [Section], name: &str) -> &'a mut Vec<u8> {
     let of = |section: &&mut Section| section.name == name && section.instance == 1;
     &mut sections.iter_mut().find(of).unwrap().bytes
@@ -176,7 +182,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-/// The MSRs of a section, by index.
+/// Decodes the MSRs of vCPU 1, by index.
 fn msrs_of(sections: &mut [Section]) -> BTreeMap<u32, u64> {
     let entry = |entry: &[u8]| {
         let index = u32::from_le_bytes(entry[..4].try_into().unwrap());
@@ -195,14 +201,14 @@ fn set_msrs(sections: &mut [Section], msrs: &BTreeMap<u32, u64>) {
     }
 }
 
-/// Returns the sections that a new machine saves after it has loaded these sections.
+/// Loads the sections into a new machine, and returns the sections that this machine saves.
 fn reloaded(source: &Vm, sections: &[Section]) -> Vec<Section> {
     let destination = built(source.description());
     destination.load(sections).unwrap();
     destination.save().unwrap()
 }
 
-/// Creates a vCPU like that of a machine, and returns the MSRs that KVM lists for it.
+/// Creates a vCPU like that of a machine. Returns it with the MSRs that KVM lists.
 fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
     let kvm = Kvm::new().unwrap();
     let machine = kvm.create_vm().unwrap();
@@ -219,8 +225,8 @@ fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
 #[test]
 fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     let Some(_turn) = kvm() else { return };
-    // Registers of the local APIC (Intel SDM volume 3, section 12.5): the vector and mode of its
-    // timer, and the register that enables the APIC.
+    // Offsets of registers of the local APIC (Intel SDM volume 3, section 12.5): the one with the
+    // vector and mode of the timer, and the one that enables the APIC.
     const TIMER: usize = 0x320;
     const SPURIOUS: usize = 0xf0;
     const DEADLINE_MODE: u32 = 2 << 17;
@@ -235,7 +241,8 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     let lapic = bytes_of(&mut sections, "vcpu.lapic");
     lapic[TIMER..TIMER + 4].copy_from_slice(&timer);
     lapic[SPURIOUS..SPURIOUS + 4].copy_from_slice(&0x1ff_u32.to_le_bytes());
-    // The section ends with the guest's TSC, its offset, and its rate in kHz.
+    // The section ends with the guest's TSC (8 bytes), the TSC's offset (8) and the TSC's rate in
+    // kHz (4).
     let tsc = bytes_of(&mut sections, "vcpu.tsc");
     let at = tsc.len() - 20;
     let deadline = word(tsc, at) + u64::from(source.description().tsc_khz) * TEN_MINUTES;
@@ -250,9 +257,10 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     assert_eq!(armed, deadline, "the deadline");
 }
 
-/// Sections are saved in the order in which they are loaded. KVM computes the time until a deadline
-/// from the TSC at the moment when the deadline is set; the TSC of a new machine is hours behind the
-/// source's. Not every KVM keeps a TSC that is set, so the test does not check the delay itself.
+/// Tests the order of the saved sections, which is also the order in which they are loaded. KVM
+/// computes the time until a deadline from the TSC at the moment when the deadline is set, and the
+/// TSC of a new machine is hours behind the source's. Some KVMs do not keep a TSC that is set, so
+/// this test does not check the delay itself.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     let Some(_turn) = kvm() else { return };
@@ -267,8 +275,8 @@ fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     }
 }
 
-/// MSRs that a guest may have set although the test guest has not, with a value that differs from
-/// that after a reset. `true` marks MSRs that every KVM has.
+/// MSRs that a guest may have set, although the test guest has not. Each has a value that differs
+/// from its value after a reset. `true` marks MSRs that every KVM has.
 const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
     ("IA32_SYSENTER_CS", 0x174, 0x10, true),
     ("IA32_SYSENTER_ESP", 0x175, 0xffff_8880_0000_1000, true),
@@ -281,7 +289,8 @@ const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
     ("IA32_PAT", 0x277, 0x0407_0506_0007_0106, true),
     ("IA32_TSC_AUX", 0xc000_0103, 5, false),
     ("IA32_MISC_ENABLE", 0x1a0, 1, true),
-    // KVM's own MSRs, for a guest that supports them: addresses of pages that it has reserved.
+    // KVM's own MSRs, for a guest that supports them. Their values are addresses of pages that the
+    // guest has reserved.
     ("KVM_WALL_CLOCK", 0x4b56_4d00, 0x5000, true),
     ("KVM_SYSTEM_TIME", 0x4b56_4d01, 0x5401, true),
     ("KVM_ASYNC_PF_EN", 0x4b56_4d02, 0x5801, true),
@@ -298,7 +307,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     let (source, mut sections) = source();
     let mut msrs = msrs_of(&mut sections);
 
-    // No MSR that KVM lists and can read is left out, except the TSC, which has its own section.
+    // Every MSR that KVM lists and can read is saved, except the TSC, which has its own section.
     let readable = |index: u32| {
         let entry = kvm_msr_entry {
             index,
@@ -320,7 +329,8 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
         }
     }
     set_msrs(&mut sections, &msrs);
-    // `struct kvm_sregs`: segments of 24 bytes, then tables and control registers.
+    // In `struct kvm_sregs`, the segments come first, with 24 bytes each. Tables and control
+    // registers follow.
     let special = bytes_of(&mut sections, "vcpu.special-registers");
     const FS_BASE: usize = 3 * 24;
     const GS_BASE: usize = 4 * 24;
@@ -328,7 +338,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     const APIC_BASE: usize = 272;
     special[FS_BASE..FS_BASE + 8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes());
     special[GS_BASE..GS_BASE + 8].copy_from_slice(&0xffff_8880_0000_3000_u64.to_le_bytes());
-    // Enable system calls, in addition to what long mode has set.
+    // Enable system calls, in addition to the bits that long mode needs.
     let efer = word(special, EFER) | 1;
     assert_ne!(
         efer,
@@ -360,41 +370,41 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     }
 }
 
-/// Fields that the test guest leaves as they are after a reset, or that it does not check, with
-/// another value: section, offset, bytes. The offsets follow from the structures in the kernel's
-/// `asm/kvm.h`.
+/// Fields that the test guest leaves as they are after a reset, or that it does not check. Each
+/// gets another value. An entry has the section, the offset and the bytes. The offsets follow from
+/// the structures in the kernel's `asm/kvm.h`.
 const FIELDS: [(&str, usize, &[u8]); 20] = [
-    // R15, and an RFLAGS with a direction.
+    // R15, and RFLAGS with the direction flag set.
     ("vcpu.registers", 120, &[0x15; 8]),
     ("vcpu.registers", 136, &[0x02, 0x04]),
     // CR2.
     ("vcpu.special-registers", 232, &[0, 0x10, 0xad, 0xde]),
-    // XCR0, in the first entry: x87 and SSE.
+    // XCR0 with x87 and SSE, in the first entry.
     ("vcpu.xcrs", 16, &[3, 0, 0, 0]),
     // DR0, DR3, DR7.
     ("vcpu.debug-registers", 0, &[0, 0x10, 0, 0x10]),
     ("vcpu.debug-registers", 24, &[0, 0x30, 0, 0x10]),
     ("vcpu.debug-registers", 40, &[0x81, 0x04]),
-    // An exception with an error code that is being delivered, and NMIs: one is pending, others are
-    // masked.
+    // An exception with an error code that is being delivered. One NMI is pending, and further
+    // NMIs are masked.
     ("vcpu.events", 0, &[1, 14, 1]),
     ("vcpu.events", 4, &[2]),
     ("vcpu.events", 13, &[1, 1]),
-    // In the local APIC: an interrupt in service and one that is requested (each with vector 0x31),
-    // LINT1 as NMI.
+    // In the local APIC: an interrupt in service and a requested interrupt (both with vector 0x31),
+    // and LINT1 configured as NMI.
     ("vcpu.lapic", 0x112, &[2]),
     ("vcpu.lapic", 0x212, &[2]),
     ("vcpu.lapic", 0x360, &[0, 0x04, 0, 0]),
-    // Halted.
+    // The state of a halted vCPU.
     ("vcpu.run-state", 0, &[3]),
-    // In each 8259: the interrupt mask, and the first vector.
+    // In each 8259 interrupt controller: the interrupt mask and the first vector.
     ("pic.master", 10, &[0xfb]),
     ("pic.master", 13, &[0x30]),
     ("pic.slave", 10, &[0xfe]),
     ("pic.slave", 13, &[0x38]),
-    // The last pin: vector 0x42, masked.
+    // The last pin, with vector 0x42, masked.
     ("ioapic", 216, &[0x42, 0, 1, 0]),
-    // The third channel: how far it counts.
+    // The count of the third channel.
     ("pit", 48, &[0x34, 0x12]),
 ];
 
@@ -408,7 +418,7 @@ fn i3_every_piece_of_state_comes_back_to_its_own_place() {
         let instance = u32::from(is_of_a_vcpu(name));
         let of = |section: &&mut Section| section.name == name && section.instance == instance;
         let Some(section) = sections.iter_mut().find(of) else {
-            // A CPU without XSAVE.
+            // A CPU without XSAVE has no XCRs.
             assert_eq!(name, "vcpu.xcrs");
             continue;
         };
@@ -428,7 +438,7 @@ fn i3_every_piece_of_state_comes_back_to_its_own_place() {
         if let Some(found) = at_place(name, u32::from(is_of_a_vcpu(name))) {
             assert_eq!(&found[at..at + bytes.len()], bytes, "{name} at {at}");
         }
-        // vCPU 0 has its own.
+        // The state of vCPU 0 has not changed.
         if is_of_a_vcpu(name) {
             let own = before
                 .iter()
@@ -445,7 +455,7 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
     let Some(_turn) = kvm() else { return };
     const HOUR_NS: u64 = 3_600_000_000_000;
     const AWAY: Duration = Duration::from_millis(300);
-    // The offset of the guest's clock, after two clocks of the host and its boot id.
+    // Offset of the guest's clock, which follows two clocks of the host and the host's boot id.
     const NANOSECONDS: usize = 16 + 36;
     let (source, mut sections) = source();
     let clock = |sections: &[Section]| {
@@ -458,7 +468,7 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
     let section = sections.iter_mut().find(|section| section.name == "clock");
     let bytes = &mut section.unwrap().bytes[NANOSECONDS..NANOSECONDS + 8];
     bytes.copy_from_slice(&(guest_ns + HOUR_NS).to_le_bytes());
-    // The restored clock must include the time of this wait.
+    // The restored clock must include the time spent in this sleep.
     std::thread::sleep(AWAY);
     let (came_ns, there_ns) = clock(&reloaded(&source, &sections));
     let host = Duration::from_nanos(came_ns - left_ns);
@@ -503,7 +513,8 @@ fn a_description_reads_back_and_fits_its_own_host() {
     nearly.tsc_khz += nearly.tsc_khz / 10_000;
     check_description(&nearly).unwrap();
 
-    // Set all bits of the CPUID words at the end of the table: more features than any host has.
+    // Set all bits of the CPUID words at the end of the table, so that the guest needs more
+    // features than any host has.
     let mut greedy = bytes.clone();
     let table = greedy.len() - 28 * 10;
     for entry in greedy[table..].chunks_mut(28) {
@@ -511,7 +522,7 @@ fn a_description_reads_back_and_fits_its_own_host() {
         entry[4..8].copy_from_slice(&0u32.to_le_bytes());
         entry[12..].fill(0xff);
     }
-    // The first entry of a leaf counts; take the real one out.
+    // The check uses only the first entry of a leaf, so overwrite the real entry of leaf 7, too.
     let at = greedy
         .windows(8)
         .position(|entry| entry == [7, 0, 0, 0, 0, 0, 0, 0])

@@ -34,8 +34,8 @@ struct Jailed {
 }
 
 impl Connector for Jailed {
-    // This broker answers by the deadline but cannot be interrupted before: a
-    // cancellation waits for its answer.
+    // This broker answers by the deadline, but it cannot be interrupted, so a
+    // cancellation waits for the answer.
     fn connect(&self, endpoint: &str, deadline: Instant, _: &Wakeup) -> io::Result<TcpStream> {
         let (reply, answer) = channel();
         let broker = self.broker.lock().map_err(|_| no_answer())?;
@@ -64,7 +64,7 @@ fn connect(endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in endpoint.to_socket_addrs()? {
         let left = deadline.saturating_duration_since(Instant::now());
-        // With a timeout of zero, `connect_timeout` returns an error. The deadline has passed then.
+        // After the deadline, the timeout is zero, so `connect_timeout` fails.
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,

@@ -1,5 +1,5 @@
-//! A VMM with its own dirty bitmap: a guest of memory and registers moves between two hosts
-//! that pin each other's certificate and keep a journal.
+//! A VMM with its own dirty bitmap: a guest with memory and registers moves between
+//! two hosts that pin each other's certificate and keep a journal.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -66,8 +66,8 @@ impl Vm {
         Arc::new(MappedMemory::new(self.memory.clone(), 4096))
     }
 
-    /// Writes one page. The caller holds the guest's lock, so that the log is not fetched between
-    /// the write and the change of its bit.
+    /// Writes one page. The caller holds the guest's lock, so that the log is not
+    /// fetched between the write to the page and the change of the page's bit.
     fn step(&self, guest: &mut Guest) {
         guest.random = guest
             .random
@@ -271,7 +271,8 @@ fn run(directory: &Path) -> Result<String, VmmError> {
     there.set(RunState::PoweredOff);
     guest_there.join().expect("the guest does not panic");
 
-    // The registers determine memory: the same guest, run from the start, must write it again.
+    // The registers determine the content of memory, so a new guest that makes the
+    // same number of steps must write the same content.
     let again = Vm::new()?;
     let mut guest = again.guest();
     while guest.steps < there.guest().steps {

@@ -20,7 +20,7 @@ const PAGES: u64 = 4096;
 /// turn. So its only register, the next number, determines the content of memory.
 pub(crate) struct Vm {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
-    /// The guest's run state and next number; locked while it writes.
+    /// The guest's run state and next number; locked while the guest writes.
     guest: Mutex<(RunState, u64)>,
 }
 

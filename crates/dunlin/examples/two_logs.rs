@@ -1,6 +1,6 @@
-//! Two regions and two dirty logs. The guest's writes bypass the VMM and appear in the
-//! hypervisor's log. A device of the VMM writes too, which the hypervisor does not see.
-//! The engine uses the union of both logs.
+//! Two regions and two dirty logs. The guest's writes bypass the VMM and appear in
+//! the hypervisor's log. A device of the VMM also writes. Its writes appear only in
+//! the VMM's log. The engine uses the union of both logs.
 //!
 //! `cargo run --example two_logs`
 
@@ -30,7 +30,8 @@ const DEVICE_OFFSET: u64 = 2048;
 /// A VM on either host.
 pub(crate) struct Vm {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
-    /// The same memory, written without an entry in vm-memory's bitmap, as by a guest.
+    /// A second view of `memory` for the guest's writes. These writes make no entry
+    /// in vm-memory's bitmap.
     mapped: Arc<MappedMemory>,
     hypervisor: Arc<HypervisorLog>,
     /// Locked while the guest or the device writes.
@@ -82,7 +83,8 @@ impl DirtyLog for GuestWrites {
     }
 }
 
-/// Region and page of a page number counted over both regions.
+/// Converts the number of a page, counted over both regions, to a region and a page
+/// in that region.
 fn page_at(number: u64) -> (usize, u64) {
     let number = number % (PAGES[0] + PAGES[1]);
     if number < PAGES[0] {
@@ -184,7 +186,8 @@ impl SourceVm for Vm {
     }
 
     fn pause(&self) -> Result<(), VmmError> {
-        // The device is paused too: nothing may write.
+        // The device stops too, because nothing may write to memory while the VM is
+        // paused.
         self.machine().state = RunState::Paused;
         Ok(())
     }

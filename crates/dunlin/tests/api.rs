@@ -1,10 +1,11 @@
 //! The public API as text. A new release may add to it, but must not break it.
 //!
-//! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
-//! compiler. It lists every `pub` item that another crate can name without the feature
-//! `unstable-internals`: the items of public modules, and what public modules re-export. Items of
-//! this workspace are listed in full under the first path that exports them. A line with `use`
-//! lists each further path, each item of another crate, and each item made by a macro.
+//! docs/api/ has one file for each of five library crates. This test makes the files from the
+//! sources, so no nightly compiler is needed. A file lists every `pub` item that another crate can
+//! name without the feature `unstable-internals`: the items of public modules, and what public
+//! modules re-export. Items of this workspace are listed in full under the first path that exports
+//! them. A line with `use` lists each further path, each item of another crate, and each item made
+//! by a macro.
 //!
 //! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. A
 //! line that was removed or changed is a breaking change, which CHANGELOG.md must list.
@@ -44,12 +45,12 @@ struct Module {
 /// One name that a module imports.
 struct Use {
     path: Names,
-    /// `None` if everything in a module is imported.
+    /// The imported name; `None` if the import is a glob.
     bound: Option<String>,
     is_public: bool,
 }
 
-/// The modules of every crate of the workspace that a list needs, by path.
+/// The modules, by path, of each crate of the workspace that a list needs.
 #[derive(Default)]
 struct Sources {
     modules: BTreeMap<Names, Module>,
@@ -64,7 +65,7 @@ impl Sources {
         }
     }
 
-    /// Adds a file's items. Its own modules lie in `directory`.
+    /// Adds a file's items. The files of its submodules are in `directory`.
     fn file(&mut self, file: &Path, directory: &Path, path: Names, is_public: bool) {
         let source = fs::read_to_string(file).unwrap();
         let items = syn::parse_file(&source).unwrap().items;
@@ -78,7 +79,8 @@ impl Sources {
         };
         for item in items {
             let is_left_out = is_left_out(attributes(&item));
-            // A stable path may lead through a re-export that other crates cannot name.
+            // Keep every import, because a stable path may lead through a re-export that other
+            // crates cannot name.
             if is_left_out && !matches!(item, Item::Use(_)) {
                 continue;
             }
@@ -112,8 +114,8 @@ impl Sources {
         self.file(&file, &own, path, is_public);
     }
 
-    /// Resolves `path` as used in the module `from` to a path from its crate's root; `None` for
-    /// crates that are not of this workspace.
+    /// Resolves `path`, as used in the module `from`, to a path from its crate's root. Returns
+    /// `None` for crates outside this workspace.
     fn anchored(&mut self, from: &[String], path: &[String]) -> Option<Names> {
         let mut at = from.to_vec();
         let mut rest = path;
@@ -155,8 +157,8 @@ impl Sources {
         items.any(|item| matches!(item, Item::Macro(_)) && text(item).contains(name))
     }
 
-    /// Where the item or module `path` is defined: follows imports. Returns several if a name has
-    /// several kinds, such as a module and a function.
+    /// Follows imports to the definitions of the item or module `path`. A name has several
+    /// definitions if it has several kinds, such as a module and a function.
     fn definitions(&mut self, path: &[String], visited: &mut BTreeSet<Names>) -> Vec<Found> {
         if !visited.insert(path.to_vec()) {
             return Vec::new();
@@ -223,12 +225,12 @@ enum Found {
     Foreign(String),
 }
 
-/// What is public in one crate.
+/// The public API of one crate.
 #[derive(Default)]
 struct Api {
     sources: Sources,
     lines: BTreeSet<String>,
-    /// The listed items and modules, each with the path of its list.
+    /// The listed items and modules, each with the path under which it is listed.
     listed: BTreeMap<Found, String>,
 }
 
@@ -272,7 +274,7 @@ impl Api {
         }
     }
 
-    /// Lists what `path`, imported by the module `at`, exports under the path `shown`.
+    /// Lists the item or module `path`, which the module `at` re-exports, under the path `shown`.
     fn reexport(&mut self, at: &[String], path: &[String], bound: Option<&str>, shown: &str) {
         let bound = bound.expect("no public glob");
         let alias = if path.last().map(String::as_str) == Some(bound) {
@@ -299,7 +301,7 @@ impl Api {
                     continue;
                 }
             };
-            // An item of a public module of this crate has its lines there.
+            // An item of a public module of this crate is listed in full under that module.
             let has_lines = module[0] == at[0] && self.sources.modules[module].is_public;
             if !alias.is_empty() && matches!(found, Found::Item(..))
                 || !has_lines && self.listed.contains_key(&found)
@@ -613,7 +615,8 @@ fn a_list_expands_reexports_and_leaves_out_the_unstable() {
     let line = "trait SealedLanes: LaneAcceptor + fmt::Debug";
     for (api, path) in [(&lane, "dunlin_lane"), (&dunlin, "dunlin::lane")] {
         assert!(api.lines.contains(&format!("{path}: {line}")));
-        // Items that need the feature: a module, methods and re-exports.
+        // Items that need the feature `unstable-internals` must not be listed: a module, methods
+        // and re-exports.
         for unstable in [
             "::record",
             "DataSender::fn send(",

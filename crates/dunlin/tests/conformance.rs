@@ -84,8 +84,8 @@ fn the_examples_keep_what_the_traits_promise() {
     assert!(seen.dirty.pages > 100, "{seen:?}");
 }
 
-/// A VMM that cannot receive a VM yet can test its source alone, and repeat a single check
-/// later.
+/// The kit can test the source alone, for a VMM that cannot receive a VM yet. It can also test the
+/// state or the arrival alone.
 #[test]
 fn each_part_of_a_vmm_is_tested_by_itself() {
     let effort = Effort::default();

@@ -1,5 +1,5 @@
-//! No chunk allocates on a lane's thread, on either side, after the first pass. The test is
-//! alone in its process, because the counter replaces the process's allocator.
+//! Tests that the lane threads of both sides allocate no memory for a chunk after the first pass.
+//! The test is alone in its process, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -16,8 +16,8 @@ use dunlin::{Incoming, Migration};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
-/// The number of allocations so far: when the buffers had reached their final size, and when the
-/// guest was paused.
+/// The numbers of allocations at two times: when the buffers had reached their final size, and when
+/// the guest was paused.
 static WARM: AtomicU64 = AtomicU64::new(0);
 static PAUSED: AtomicU64 = AtomicU64::new(0);
 
@@ -62,7 +62,7 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
         Event::Paused => PAUSED.store(allocations(), Ordering::SeqCst),
         _ => {}
     };
-    // Several passes of many chunks.
+    // These limits make the migration run several passes of many chunks.
     let options = verified(2)
         .to_builder()
         .rate(200 << 20)

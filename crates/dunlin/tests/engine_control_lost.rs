@@ -1,5 +1,6 @@
-//! The control lane dies in every way and at every point of pre-copy, on real
-//! sockets, while the guest writes: it is replaced, and the migration continues.
+//! Tests that the source replaces a failed control lane, and that the migration continues. The
+//! control lane fails in every way and at every point of pre-copy. The tests use real sockets and a
+//! guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -103,8 +104,8 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
             report.lanes_lost <= most,
             "{point:?} {fault:?} {with_lane} {events:?}"
         );
-        // No iteration starts again from all pages: each sends only pages that the guest wrote to,
-        // and those in flight on the lane.
+        // No iteration starts again from all pages. Each iteration sends only the pages that the
+        // guest wrote to, and the pages that were in flight on the lost lane.
         let most = scene.hot_pages + report.pages_again;
         assert!(
             report.iterations[1..].iter().all(|one| one.pages <= most),
@@ -152,7 +153,7 @@ fn the_control_lane_may_be_lost_again_and_again_and_no_iteration_restarts() {
 #[test]
 fn cancelling_does_not_wait_for_a_control_lane_that_is_being_made_anew() {
     let scene = Scene::new(&tls(), 16);
-    // The second control lane gets no answer.
+    // The proxy holds back all bytes of the second control lane, so the source gets no answer.
     scene.proxy.strike_at(3, At::Bytes(0), Fault::Hold);
     let options = quick(2, 4)
         .to_builder()

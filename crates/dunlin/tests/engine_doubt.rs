@@ -1,5 +1,6 @@
-//! The source loses the control lane around *commit*, a journal fails, or no process answers. The
-//! tests use real sockets, through a relay that drops bytes and connections at the engine's events.
+//! Tests migrations in which the source loses the control lane around *commit*, a journal fails, or
+//! no process answers the source's inquiries. The tests use real sockets, through a relay that
+//! drops bytes and connections at the engine's events.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -96,8 +97,8 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
         let (mut ended, builder) = destination.finish();
         assert!(runs(&builder.built.unwrap()));
         let received = ended.pop().unwrap().unwrap();
-        // If the destination had not noticed the end, the session was still open and answered the
-        // inquiry itself. Otherwise a separate answering thread answered.
+        // If the destination had not noticed the end of the control lane, the session was still
+        // open and answered the inquiry itself. Otherwise a separate answering thread answered.
         assert_eq!(received.answering.is_some(), noticed);
         if let Some(answering) = received.answering {
             let until = Instant::now() + Duration::from_secs(5);
@@ -170,7 +171,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
     }
 }
 
-/// The source's process has died with the VM: an operator has nothing but the record.
+/// The source's process has died, and the VM with it. The operator can only use the record.
 #[test]
 fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
     const SESSION: [u8; 16] = [1; 16];
@@ -196,7 +197,7 @@ fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
     for (before, after) in [
         (SourceRecord::Committing, SourceRecord::GivenUp),
         (SourceRecord::RanThenDied, SourceRecord::GivenUp),
-        // The destination has decided: nothing is left to give up.
+        // This record contains the destination's decision, so giving up does not change it.
         (SourceRecord::Released, SourceRecord::Released),
     ] {
         let (before, after) = (State::Source(before), State::Source(after));
@@ -212,7 +213,7 @@ fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
         doubt.forget().unwrap();
         assert_eq!(here.states(), []);
     }
-    // A decision that cannot be recorded leaves the session in doubt.
+    // If the disk is full, the decision cannot be recorded, and the session stays in doubt.
     let full = here.on(FailingDisk(Some(State::Source(SourceRecord::GivenUp))));
     let committing = State::Source(SourceRecord::Committing);
     drop(recorded(&full, committing));
@@ -250,7 +251,7 @@ fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit()
     assert_eq!(error.vm, VmIs::InDoubt, "{error}");
     assert!(began.elapsed() < Duration::from_secs(5));
     assert_eq!(*vm.state.lock().unwrap(), RunState::Paused);
-    // Each inquiry had its own epoch, also in the record.
+    // Each inquiry has a higher epoch, and the source's record contains the latest epoch.
     assert!(error.doubt.unwrap().record().epoch > 2);
     assert!(!runs(&destination.finish().1.built.unwrap()));
 }
@@ -335,7 +336,8 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
     let running = [State::Destination(DestinationRecord::Running)];
     assert_eq!(here.states(), [State::Source(SourceRecord::Committing)]);
     assert_eq!(there.states(), running);
-    // No other process considers the VM dead, whether or not this process answers inquiries.
+    // The journal shows that the VM's process is alive, whether or not this process answers
+    // inquiries.
     assert!(there.journal().list().unwrap()[0].lives);
     received.answering.unwrap().stop();
     assert!(there.journal().list().unwrap()[0].lives);
@@ -368,7 +370,8 @@ fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
     assert!(again.finish().0.is_empty());
 }
 
-/// The record keeps its lock when the listener fails, and `moved_on` still writes it.
+/// If the listener fails, the process still holds the lock of its record, and `moved_on` can still
+/// write the record.
 #[test]
 fn i1_a_vm_moves_on_after_its_listener_has_failed() {
     let (client, server) = tls();
@@ -425,7 +428,8 @@ fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     assert_eq!(ended.len(), 2);
     assert_eq!(builder.built.unwrap().digest(), vm.digest());
     assert_eq!(here.states(), []);
-    // A source that starts another session sends no more inquiries about the first.
+    // The destination has removed its record of the first session, because a source that starts
+    // another session sends no more inquiries about the first.
     assert_eq!(there.states(), []);
 }
 

@@ -1,5 +1,5 @@
-//! Lanes die in every way and at every point, on real sockets, while the guest
-//! writes: the migration succeeds, and both memories are equal.
+//! Tests that a migration succeeds, with equal memories, if lanes fail in every way and at every
+//! point. The tests use real sockets and a guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -45,7 +45,8 @@ impl Phase {
         Self::AfterEnd,
     ];
 
-    /// The position in the lane's bytes; `None` if events define the phase.
+    /// The position in the lane's bytes at which the fault is injected; `None` if an event triggers
+    /// the fault.
     fn at(self) -> Option<At> {
         match self {
             Self::Connecting => Some(At::Bytes(0)),
@@ -81,7 +82,8 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
                 if matches!(event, Event::Paused) {
                     match phase {
                         Phase::LastPass => scene.proxy.strike(1, fault),
-                        // The lane ends here, and its end does not reach the destination.
+                        // The source ends the lane at this time. The proxy holds back the frame
+                        // that ends the lane, and applies `fault` when the source closes the lane.
                         Phase::AfterEnd => {
                             scene.proxy.strike(1, Fault::Hold);
                             scene.proxy.strike_at_close(1, fault);
@@ -99,8 +101,8 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
             report.pages_again,
             began.elapsed()
         );
-        // A lane that is not admitted until everything has been sent is unused, and does not count
-        // as lost.
+        // If a lane is still in its handshake when everything has been sent, the source does not
+        // use it, and it does not count as lost.
         let unnoticed = phase == Phase::Handshake && matches!(fault, Fault::Swallow | Fault::Hold);
         assert!(
             report.lanes_lost == 1 || unnoticed && report.lanes_lost == 0,
@@ -153,9 +155,8 @@ fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
             .map(|one| scene.proxy.progress(one).forwarded)
             .sum()
     };
-    // The throughput from shortly after now, as a multiple of one lane's rate. The wait is part of
-    // the measurement: a rate is the number of bytes in a window, and the buffers of lost lanes
-    // drain during the first window.
+    // Measures the throughput as a multiple of one lane's rate. Wait first, because the buffers of
+    // lost lanes still drain.
     let lanes_worth = || {
         thread::sleep(Duration::from_millis(200));
         let (began, before) = (Instant::now(), through());
@@ -182,7 +183,7 @@ fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
         assert!(after > 0.85 * before, "{after} after {before}");
         sending.join().unwrap()
     });
-    // The count includes the lanes that were refused in the meantime.
+    // The count also includes the lanes that were refused while only one lane was left.
     assert!(report.lanes_lost >= 3, "{report:?}");
     scene.finish(&report);
 }
@@ -220,7 +221,8 @@ fn i4_bytes_held_back_past_the_fence_and_then_released_never_land() {
         let sending = scope.spawn(|| scene.send(&options).unwrap());
         scene.await_events(1, is_lost);
         scene.await_events(1, |event| matches!(event, Event::Iterated(_)));
-        // The lane's pages were sent again and have changed since.
+        // The pages of the lost lane were sent again and have changed since, so the released bytes
+        // are stale.
         scene.proxy.release(1, None);
         scene.proxy.await_progress(1, |progress| progress.ended);
         sending.join().unwrap()
@@ -237,9 +239,9 @@ fn a_lane_that_waits_at_a_mark_is_not_given_up_for_a_slow_one() {
     let report = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&quick(3, 64)).unwrap());
         scene.await_events(3, is_up);
-        // The lane delivers one chunk after another, each within the limit of 700 ms. The other
-        // lanes wait at the mark for more than twice the limit. The wait is the assertion: no lane
-        // is given up.
+        // The lane delivers one chunk after another, each within the lane's limit of 700 ms. The
+        // other lanes have reached the end of the pass and wait for more than twice that limit. The
+        // test asserts that the source does not give up any of them.
         for chunks in 1..=5 {
             scene
                 .proxy
@@ -287,7 +289,7 @@ fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
     assert!(report.lanes.len() >= 12, "{:?}", report.lanes);
     for connection in 1..proxy.connections() {
         let records = proxy.progress(connection).records;
-        // The opening and the close are records too.
+        // The limit also includes the records of the lane's opening and close.
         assert!(records <= 1000, "{records} records on {connection}");
     }
     assert!(receiving.finish(false).0.unwrap().runs);

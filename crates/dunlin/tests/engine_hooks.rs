@@ -1,4 +1,5 @@
-//! Every hook of a VMM in its documented order, on success and on each failure.
+//! Tests that the engine calls every hook of a VMM in the documented order, on success and on each
+//! failure.
 #![allow(clippy::unwrap_used)]
 
 use dunlin::engine::VmIs;

@@ -1,5 +1,5 @@
-//! A session leaves nothing behind. Threads, sockets and other descriptors of this process are
-//! counted before and after. The test is alone in its process, because it counts all of them.
+//! Tests that a session leaves no threads, sockets or other descriptors of this process behind. The
+//! test is alone in its process, because it counts all of them.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -152,7 +152,7 @@ fn nothing_is_left_after_success_and_after_each_kind_of_failure() {
     let before = held();
     for (name, well, case) in cases {
         assert_eq!(case(), well, "{name}");
-        // A thread that has been joined leaves /proc a moment later.
+        // A thread that has been joined disappears from /proc a moment later.
         let until = Instant::now() + Duration::from_millis(500);
         while held() != before && Instant::now() < until {
             thread::sleep(Duration::from_millis(2));

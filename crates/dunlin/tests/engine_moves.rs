@@ -1,5 +1,5 @@
-//! Whole migrations between two threads: real lanes, real TLS, ordinary
-//! memory with a writer.
+//! Tests whole migrations between two threads, with real lanes, real TLS, ordinary memory and a
+//! guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -76,7 +76,8 @@ fn i3_a_page_that_was_something_and_becomes_zero_arrives_as_zero() {
     vm.fill(1 << 20);
     *vm.state.lock().unwrap() = RunState::Running;
     let again = Arc::downgrade(&vm);
-    // The VMM writes after the first iteration: zeros to one page, other bytes to a hole.
+    // During the pause, after the first iteration, the VMM writes zeros to one page and other bytes
+    // to a hole.
     *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
         if step == "pause" {
             let memory = Arc::clone(&again.upgrade().unwrap().memory);
@@ -146,8 +147,9 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
 }
 
-/// Zero pages leave room in a chunk for other pages, but each separate page takes a range. This
-/// memory needs more ranges than one header has room for.
+/// Zero pages take no payload, so a chunk with zero pages can contain more than 64 pages. Each
+/// separate page takes a range in the chunk's header, and one header does not have room for all
+/// ranges of this memory.
 #[test]
 fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     const APART: u64 = 384;
@@ -157,8 +159,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
         let address = GuestAddress((1024 + page) * 4096);
         vm.memory.write_slice(&[7; 4096], address).unwrap();
     }
-    // The first part has every second page. In the second part, zero pages and other pages
-    // alternate.
+    // The scan reports every second page of the first part of memory. In the second part, zero
+    // pages and other pages alternate.
     *vm.scan.lock().unwrap() = Some(|_, _, found| {
         for page in 0..APART {
             found(2 * page * 4096..(2 * page + 1) * 4096);
@@ -172,8 +174,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     let traffic = &report.traffic;
     let pages = (traffic.raw_pages, traffic.zero_pages);
     assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
-    // Each page has its own range. If each chunk ended after 64 pages, zero pages included, there
-    // would be 14 chunks. Marks and the end are frames too.
+    // Each page has its own range. If zero pages counted towards the limit of 64 pages per chunk,
+    // there would be 14 chunks. The lane's marks and its end are frames too.
     let frames = traffic.header_bytes / 24 - (APART + TURNS);
     assert!(frames < 14, "{frames}");
     assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());
@@ -182,14 +184,14 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
 #[test]
 fn i3_two_regions_of_one_file_arrive() {
     let vm = TestVm::in_one_file([1 << 20, 3 << 20]);
-    // Content at different offsets of each region, most of it in the second.
+    // Both regions have content, at different offsets, and most of it is in the second region.
     vm.fill(8 << 10);
     let end = GuestAddress((1 << 32) + (2 << 20));
     vm.memory.write_slice(&[7; 12 << 10], end).unwrap();
     let moved = moved(&vm, &verified(2), TestBuilder::default());
     let report = moved.source.unwrap();
     assert_eq!(report.digests_equal, Some(true));
-    // Two pages of each region and three more pages, but no holes.
+    // Two pages in each region from `fill`, and three pages at `end`. Holes are not sent.
     assert_eq!(report.iterations[0].pages, 7);
     let built = moved.builder.built.unwrap();
     for (start, bytes) in [(0, 1 << 20), (1 << 32, 3 << 20)] {
@@ -203,8 +205,8 @@ fn i3_two_regions_of_one_file_arrive() {
     }
 }
 
-/// Mistakes in a sender's scan, each of which omits pages with content. The digests must
-/// not use the same scan.
+/// Mistakes in a sender's scan, each of which omits pages with content. The digests must not use
+/// the same scan, so that they show the omission.
 #[test]
 fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
     use dunlin::engine::vmm::GuestMemory;
@@ -234,7 +236,8 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
         (
             "the offset in the file is ignored",
             |memory, index, found| {
-                // The first region begins at the file's start.
+                // The first region begins at the file's start, so scan it in place of the region
+                // `index`.
                 let length = memory.regions()[index].length;
                 memory.ranges_to_send(0, &mut |range| {
                     if range.start < length {
@@ -265,7 +268,8 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
             assert_eq!(found, expected, "{context}: {error}");
             assert_eq!(vm.digest(), digest, "{context}");
 
-            // Without the comparison the VM would run with wrong memory.
+            // Without the comparison of digests, the migration succeeds and the VM has wrong
+            // memory.
             let options = source::Options::builder().lanes(2).build().unwrap();
             let unverified = moved(&vm, &options, TestBuilder::default());
             assert_eq!(unverified.source.unwrap().digests_equal, None, "{context}");
@@ -457,7 +461,7 @@ fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_until_an_operator_deci
 
 #[test]
 fn a_guest_that_powers_off_on_the_way_ends_the_migration_on_both_sides() {
-    // During pre-copy, at the pause, and just before *commit*.
+    // The guest powers off during pre-copy, at the pause, or just before *commit*.
     for step in ["describe", "pause", "hold"] {
         let vm = running(8 << 20);
         let same = Arc::downgrade(&vm);
@@ -560,7 +564,7 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     let to = receiving.address.to_string();
     let observe = |event: &Event| {
         if matches!(event, Event::Warning(text) if text.contains("too late")) {
-            // A second warning changes nothing.
+            // Ignore the error if a warning is already in the channel: one warning is enough.
             let _ = warned.try_send(());
         }
     };
@@ -660,8 +664,8 @@ fn a_guest_that_outruns_the_link_is_slowed_step_by_step_and_moves() {
 fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
     for at_time_limit in [AtTimeLimit::Cancel, AtTimeLimit::Stop] {
         let (vm, options) = outrunning();
-        // The time limit also takes effect in the middle of a pass. At this rate the first pass
-        // takes 800 ms.
+        // The time limit also takes effect in the middle of a pass. At this rate, the first pass
+        // takes 800 ms, which is longer than the limit.
         let options = options
             .to_builder()
             .throttle(false)

@@ -1,4 +1,4 @@
-//! Lanes through a proxy that reads their bytes, delays one lane and cuts another.
+//! Lanes through a proxy that reads their bytes, delays one lane and disconnects another.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -136,8 +136,8 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         let options = destination::Options::default();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
-        // Enough for the handshake, the opening and a part of the first chunk: the lane cannot
-        // reach its mark, and the other lanes wait there.
+        // The proxy forwards only the handshake, the opening and a part of the first chunk. The
+        // lane cannot complete its pass, and the other lanes wait for it.
         proxy.hold(1, 60_000);
         let vm = TestVm::new(16 << 20);
         vm.fill(4 << 20);
@@ -160,7 +160,8 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         assert_eq!(report.digests_equal, Some(true));
         assert_eq!(report.lanes_lost, 1);
         assert!(report.pages_again > 0);
-        // The pages sent, except those sent again, are the pages of all passes.
+        // The pages sent, without those that were sent again, are equal to the sum of the pages of
+        // all passes.
         let waiting: u64 = report.iterations.iter().map(|one| one.pages).sum();
         let sent = report.traffic.raw_pages + report.traffic.zero_pages;
         assert!(sent <= waiting + report.pages_again, "{sent} {waiting}");

@@ -64,13 +64,13 @@ impl Site {
         load(&self.ours.host_trusting(&[name], &[&self.theirs]))
     }
 
-    /// A host with a certificate from the other authority.
+    /// A host with a certificate from the authority `theirs`.
     fn twin(&self, name: &str) -> Identity {
         load(&self.theirs.host_trusting(&[name], &[&self.ours]))
     }
 }
 
-/// The session in a journal.
+/// Returns the session that is recorded in a journal.
 fn session_of(scratch: &JournalDirectory) -> SessionId {
     let entries = scratch.journal().list().unwrap();
     assert_eq!(entries.len(), 1);
@@ -115,7 +115,7 @@ impl Drop for Answerer {
     }
 }
 
-/// Leaves a destination's record, as of a process that has died.
+/// Writes the record of a destination process that has died.
 fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: &Principal) {
     let state = State::Destination(state);
     let record = Record {
@@ -206,7 +206,7 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     assert!(runs(&builder.built.unwrap()) && !runs(&vm));
 }
 
-/// Checks a running session with its control lane, and one that has lost it.
+/// Tests a session that has its control lane, and a session that has lost it.
 #[test]
 fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
     let site = Site::new();
@@ -248,7 +248,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
     receiving.finish(true).0.map(|_| ()).unwrap_err();
 }
 
-/// The destination's process has died, and another answers from its journal.
+/// The destination's process has died, and another process answers from the journal.
 ///
 /// Claim A10 of docs/security.
 #[test]
@@ -311,8 +311,8 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     }
 }
 
-/// After *commit* another authorised host answers at the destination's address that the attempt was
-/// aborted, while the VM runs at the destination.
+/// After *commit*, another authorised host listens at the destination's address. It answers that
+/// the attempt was aborted, although the VM runs at the destination.
 ///
 /// Claim A10 of docs/security.
 #[test]
@@ -373,7 +373,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
         }
         assert_eq!(error.vm, VmIs::InDoubt, "{who}: {error}");
         assert!(!runs(&vm), "{who}");
-        // The process dies; a restarted one sends the inquiry.
+        // The source's process dies, and a restarted process sends the inquiry.
         drop(error);
         let session = session_of(&here);
         let committing = State::Source(SourceRecord::Committing);

@@ -1,6 +1,6 @@
-//! One migration that combines many features, through the public API: three regions
-//! with a hole and huge pages, 200 MiB of device state in versioned sections, a
-//! description that is refused once, and a hold before *commit*.
+//! Tests one migration with many features of the public API: three regions with a hole and huge
+//! pages, 200 MiB of device state in versioned sections, a description that is refused once, and a
+//! hold before *commit*.
 //!
 //! The test is alone in its process, because it measures all memory of the process (I8).
 #![allow(clippy::unwrap_used)]
@@ -100,7 +100,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
         let (calls, released) = (&calls, &released);
         let waiting = scope.spawn(move || {
             held.recv_timeout(Duration::from_secs(60)).unwrap();
-            // The wait is the assertion: a destination that does not wait for *commit* resumes now.
+            // A destination that does not wait for *commit* would resume during this time.
             thread::sleep(Duration::from_millis(200));
             let calls = calls.all();
             released.store(true, SeqCst);

@@ -1,5 +1,5 @@
-//! The examples do what they say. `cargo test` builds them with the tests, unless its
-//! arguments select tests; in that case run `cargo build --examples` first.
+//! Tests that the examples print what they should. `cargo test` builds the examples with the tests.
+//! If its arguments select single tests, run `cargo build --examples` first.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
@@ -64,7 +64,8 @@ fn a_vmm_that_may_not_open_sockets_is_given_them() {
     );
 }
 
-/// Each guest is replayed from its start, so memory depends on every step at both hosts.
+/// The example replays each guest from its start, so memory is equal only if no step was lost at
+/// either host.
 #[test]
 fn i1_i3_a_vm_with_its_own_dirty_bitmap_moves_between_pinned_hosts() {
     let printed = run("page");

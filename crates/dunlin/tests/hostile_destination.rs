@@ -1,7 +1,7 @@
-//! A destination that lies, at each step of a session (I7). The source ends the session with an
-//! error that names the lie and the party at fault, releases its resources, and its guest
-//! continues. After *commit* the guest stays paused, because it may run at the destination. The
-//! next migration, to an honest destination, succeeds.
+//! Tests a destination that sends a false message (a *lie*), at each step of a session (I7). The
+//! source ends the session with an error that names the lie and the party at fault, releases its
+//! resources, and its guest continues. After *commit* the guest stays paused, because it may run at
+//! the destination. The next migration, to an honest destination, succeeds.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
@@ -37,8 +37,8 @@ fn one_lane() -> source::Options {
         .unwrap()
 }
 
-/// Options with which pre-copy is still in progress when a lie arrives. With a faster pre-copy, the
-/// source would already be waiting for *ready*.
+/// Options with which pre-copy is still in progress when a false message arrives. With a faster
+/// pre-copy, the source would already be waiting for *ready*.
 fn slow() -> source::Options {
     one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }
@@ -191,7 +191,7 @@ fn i6_i7_a_selection_that_was_not_offered_is_refused() {
     });
 }
 
-/// Answers an offer with `opening`, and waits for the end.
+/// Answers an offer with `opening`, and waits until the source disconnects.
 fn answer(listener: &TcpListener, tls: &ServerTls, opening: &Opening) {
     let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
     let mut bytes = Vec::new();

@@ -1,6 +1,6 @@
-//! Floods: a thousand connections that are silent or send garbage, connections
-//! without end, and an authenticated host that connects repeatedly. `--nocapture`
-//! prints the figures.
+//! Tests floods of connections: a thousand connections that are silent or send garbage, connections
+//! without end, and an authenticated host that connects repeatedly. `--nocapture` prints the
+//! figures.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -17,8 +17,8 @@ use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::{Before, alone, open_files};
 
-/// Connections that a flood keeps open, so that this process needs no more than the
-/// usual thousand descriptors.
+/// The number of connections that a flood keeps open. It is low enough that this process needs no
+/// more than the usual thousand descriptors.
 const HELD: usize = 300;
 
 /// Connects as an unauthenticated client, and sends one of several texts or nothing.
@@ -73,8 +73,8 @@ fn undisturbed(
     took
 }
 
-/// Checks that the session takes only slightly longer than without the flood. The
-/// unauthenticated clients run on the same CPUs.
+/// Checks that the session takes only slightly longer than without the flood. It takes longer
+/// because the unauthenticated clients run on the same CPUs.
 fn assert_undisturbed(took: Duration, quiet: Duration) {
     assert!(
         took < quiet * 3 / 2 + Duration::from_millis(500),
@@ -107,7 +107,7 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
             most_files = most_files.max(open_files());
         }
         let flood_took = began.elapsed();
-        // The strangers stay connected until the session has ended.
+        // The unauthenticated clients stay connected until the session has ended.
         let flooded = migrating.join().unwrap().1;
         (flooded, most_files, flood_took)
     });
@@ -121,7 +121,8 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
         peak >> 10
     );
     assert_undisturbed(flooded, quiet);
-    // This process holds at most the pending connections and those of the session.
+    // This process has descriptors for the flood's own connections, for the pending connections and
+    // for the session.
     assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
     assert!(peak < (96 + 32) << 20, "{peak}");
 }

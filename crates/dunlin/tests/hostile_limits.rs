@@ -1,7 +1,6 @@
-//! Too few descriptors and too little memory, on either side: a separate process runs one
-//! role under a limit that rises step by step, so that every step of a session fails once.
-//! Each time the VM is on exactly one side, and the other process, if it survives, reports
-//! the reason.
+//! Tests too few descriptors and too little memory, on either side. A separate process runs one
+//! role under a limit that rises step by step, so that every step of a session fails once. Each
+//! time the VM is on exactly one side, and the other process, if it survives, reports the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -60,7 +59,8 @@ impl Builder for Careful {
     }
 }
 
-/// This is not a test, but the body of the separate process.
+/// The body of the separate process. It is a test function only so that the other tests can start
+/// it.
 #[test]
 #[ignore = "the other tests of this file start it in its own process"]
 fn role() {
@@ -282,7 +282,7 @@ fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
 fn i2_a_source_without_descriptors_keeps_its_vm() {
     let tally = sources(files(3..=32));
     println!("source, descriptors: {tally:?}");
-    // With a medium number of descriptors the source opens fewer lanes and continues.
+    // With a few more descriptors, the source opens fewer lanes and the migration succeeds.
     let too_few = tally.failed_in_words + tally.never_began;
     assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
 }

@@ -1,6 +1,6 @@
-//! Peers that stop, or continue without progress: the session ends at its time limit, but
-//! not before an honest, slow peer could have answered. These tests take ten seconds each
-//! and run in parallel, apart from the other hostile peers.
+//! Tests peers that stop, or continue without progress. The session ends at its time limit, but not
+//! before an honest, slow peer could have answered. These tests take ten seconds each and run in
+//! parallel, apart from the other hostile peers.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -18,7 +18,7 @@ use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::{Liar, Victim, runs, with_causes};
 
-/// The limits are ten seconds; the rest is tolerance for a busy machine.
+/// The time limits are ten seconds. The remaining six seconds are tolerance for a busy machine.
 const END_LIMIT: Duration = Duration::from_secs(16);
 
 /// The bytes that a guest has written before it is migrated.
@@ -50,8 +50,8 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     }
 }
 
-/// Answers pings and sends nothing else until the peer disconnects. The peer's limit is as
-/// long as one wait for a message in this test.
+/// Answers pings and sends nothing else until the peer disconnects. One wait for a message may end
+/// before the peer's limit does, so a second wait follows.
 fn only_answer(peer: &mut Peer) {
     while peer.receive().is_some() {}
     let _ = peer
@@ -87,7 +87,8 @@ fn i7_a_source_that_stops_inside_a_message_is_given_up() {
     );
 }
 
-/// A stalled lane is given up and fenced; the session waits for another lane.
+/// Asserts that the destination gives up and fences the stalled lane, and that the session
+/// continues until the source sends an unexpected *release*.
 fn loses_its_lane(play: impl FnOnce(&mut Liar<'_>)) {
     outlasts(FaultCode::Malformed, "unexpected release", |victim| {
         let mut liar = victim.liar();
@@ -125,8 +126,7 @@ fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
 #[test]
 fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     let before = dunlin_test_support::hostile::Before::now();
-    // The write that fills the connection has written some bytes when it times out, and the next
-    // write has a timeout of its own.
+    // The destination's last two writes each have a timeout of their own, so allow twice the time.
     outlasts_within(
         2 * END_LIMIT,
         FaultCode::ControlLost,
@@ -257,8 +257,8 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
             tls: &client,
         };
         let mut liar = victim.liar();
-        // Chunks are progress. The wait is the assertion: together the chunks take longer than the
-        // limit, which counts from the last one.
+        // The chunks together take longer than the idle limit. Each chunk is progress and restarts
+        // the limit, so the session continues.
         for number in 0..6 {
             thread::sleep(Duration::from_millis(500));
             assert!(liar.frame(&zero_chunk(number, 0, 4096 * number)), "{ready}");

@@ -1,6 +1,6 @@
-//! Peers that must be refused, and the errors of both sides: one row for each, through the engine's
-//! API. `--nocapture --test-threads 1` prints the table. The tests check codes, alerts, names, pins
-//! and dates in the errors, but not the advice.
+//! Tests peers that must be refused, and the errors of both sides, through the engine's API. Each
+//! peer has one row in a table. `--nocapture --test-threads 1` prints the table. The tests check
+//! codes, alerts, names, pins and dates in the errors, but not the advice.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -43,7 +43,8 @@ struct Table {
 }
 
 impl Table {
-    /// Checks that each side's error contains all of its words.
+    /// Checks that the source's error contains all `source_words`, and that the destination's error
+    /// contains all `destination_words`.
     fn row(&mut self, said: Said, source_words: &[&str], destination_words: &[&str]) {
         let Said {
             name,
@@ -324,7 +325,8 @@ fn i6_certificates_out_of_date_or_revoked() {
     let mut table = Table::default();
     let site = Site::new();
     let (near_site, far_site) = (site.near(), site.far());
-    // The same alert reports both errors (RFC 8446, section 6.2).
+    // TLS has one alert for an expired certificate and for a certificate that is not valid yet (RFC
+    // 8446, section 6.2).
     for (name, years, says) in [
         (
             "expired",

@@ -1,4 +1,5 @@
-//! A destination that loses its control lane, and the host that answers at its address afterwards.
+//! Tests a source that has lost its control lane, and the host that answers at the destination's
+//! address afterwards.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -15,8 +16,8 @@ use dunlin_test_support::engine::peer::{Peer, take_lane};
 use dunlin_test_support::engine::{TestVm, send, verified};
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, load, names};
 
-/// Cuts a session's control lane in pre-copy; `after` answers at the address of `before`. Returns
-/// how the migration failed.
+/// Disconnects a session's control lane in pre-copy. Afterwards, the host `after` answers at the
+/// address of the host `before`. Returns how the migration failed.
 fn meets(before: &Identity, after: &Identity, source: &Identity) -> FaultCode {
     let client = source
         .client(&Crypto::auto(), names(&[DESTINATION, "other.test"]))

@@ -439,7 +439,7 @@ fn the_key_exchange_is_hybrid_where_both_can_and_classic_where_one_cannot() {
     let destination = Host::new(&ca.issue(&wish(&[DESTINATION])), "", &ca.pem, "").load();
     let server = far(&destination, names(&[SOURCE]));
     let (here, there) = both_ends(&near(&source.load(), names(&[DESTINATION])), &server);
-    // ring has no ML-KEM.
+    // ring has no ML-KEM, so a build with ring uses the classic key exchange.
     let best = if cfg!(feature = "aws-lc-rs") {
         NamedGroup::X25519MLKEM768
     } else {

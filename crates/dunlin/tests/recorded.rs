@@ -6,7 +6,7 @@
 //! ```text
 //! DUNLIN_RECORD=version-1 cargo test --package dunlin --test recorded
 //! ```
-//! Recordings never change; a release adds its own.
+//! Recordings never change. A new version gets a new recording.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;

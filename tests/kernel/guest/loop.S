@@ -1,5 +1,5 @@
-# A program with a known number of instructions: twice ROUNDS, and a few more.
-# It calibrates instruction counts.
+# A program that calibrates instruction counts. It executes a known number of instructions: twice
+# ROUNDS, and a few more.
         .globl  start
         .text
 start:

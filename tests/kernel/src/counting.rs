@@ -1,11 +1,12 @@
-//! Counts the instructions and system calls of a piece of work, because times are meaningless here.
+//! Counts the instructions and system calls of a piece of work, because times are meaningless in an
+//! emulated machine.
 //!
-//! Under `cargo xtask kernel --icount` the machine's clock advances with instructions. A loop of
-//! known length calibrates the number of instructions per nanosecond in the same boot, before each
-//! of five runs of the work. The result is the median of the five runs; its error combines the
-//! spread of the middle three runs of the work and of the loop. The count covers the whole machine,
-//! including the kernel's work for the test and its unrelated background work; the outermost two
-//! runs are dropped for the latter reason.
+//! Under `cargo xtask kernel --icount` the machine's clock advances with the number of executed
+//! instructions. Before each of five runs of the work, a loop of known length measures the number
+//! of instructions per nanosecond. The result is the median of the five runs. Its error combines
+//! the spread of the middle three runs of the work and of the loop. The count covers the whole
+//! machine: the kernel's work for the test and also unrelated background work. Because of the
+//! background work, the lowest and the highest run are dropped from the spread.
 //!
 //! The kernel's tracing (ftrace) counts system calls, with and without `--icount`.
 
@@ -23,16 +24,16 @@ use crate::Guest;
 
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// The loops that build.rs assembles, and the difference of their instruction counts.
+/// Two loop programs that build.rs assembles, and the difference of their instruction counts.
 const SHORT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/short"));
 const LONG: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/long"));
 const DIFFERENCE: f64 = 2.0 * 25_000_000.0;
 
-/// How long to let the kernel finish its start: its instructions would be counted too. With the
-/// instruction clock this takes no real time: the clock of an idle machine jumps.
+/// How long to wait until the kernel has finished its start, whose instructions would be counted
+/// too. With `--icount` this takes no real time, because the clock of an idle machine jumps ahead.
 const SETTLING: Duration = Duration::from_secs(5);
 
-/// The number of runs of the work and of the loops.
+/// The number of runs of the work and of each loop.
 const ROUNDS: usize = 5;
 
 /// The cost of a piece of work.
@@ -41,8 +42,8 @@ pub struct Count {
     what: String,
     /// `None` without `--icount`.
     pub instructions: Option<Instructions>,
-    /// System calls by number on x86-64: those of this process, and of threads and processes
-    /// that the work starts.
+    /// Number of system calls by system call number on x86-64, for this process and for threads and
+    /// processes that the work starts.
     pub system_calls: BTreeMap<u32, u64>,
 }
 
@@ -56,8 +57,9 @@ pub struct Instructions {
 }
 
 impl Guest {
-    /// Counts the cost of `work`, and prints it. Runs the work once for system calls, because
-    /// tracing itself executes instructions, and five times for instructions.
+    /// Counts the instructions and system calls of `work`, and prints the counts. Runs the work
+    /// once for system calls, because tracing itself executes instructions, and five times for
+    /// instructions.
     ///
     /// # Panics
     /// Tracing is unavailable, or its buffer is too small for the system calls.
@@ -114,7 +116,7 @@ fn instructions(work: &mut impl FnMut()) -> Instructions {
     }
 }
 
-/// The median, and the relative deviation of the middle three values from it.
+/// Returns the median, and the largest relative deviation of the middle three values from it.
 fn median(mut values: Vec<f64>) -> (f64, f64) {
     values.sort_by(f64::total_cmp);
     let middle = ROUNDS / 2;
@@ -123,7 +125,7 @@ fn median(mut values: Vec<f64>) -> (f64, f64) {
     (median, spread / median)
 }
 
-/// The run time of a program, including its start and exit.
+/// Returns the run time of a program in nanoseconds, including its start and exit.
 fn nanoseconds(name: &str, program: &[u8]) -> f64 {
     let path = Path::new("/tmp").join(name);
     if !path.exists() {
@@ -138,9 +140,9 @@ fn nanoseconds(name: &str, program: &[u8]) -> f64 {
     spent
 }
 
-/// The system calls that begin while `work` runs.
+/// Counts the system calls that begin while `work` runs, by system call number.
 fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
-    // One buffer for each CPU; a system call takes about 40 bytes.
+    // The buffer size in KiB, for each CPU. A traced system call takes about 40 bytes.
     set("buffer_size_kb", "8192");
     set("options/event-fork", "1");
     set("set_event_pid", &process::id().to_string());
@@ -161,7 +163,7 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     let mut calls = BTreeMap::new();
     let text = fs::read_to_string(tracing("trace")).expect("the kernel has ftrace");
     for line in text.lines() {
-        // "NAME-PID [CPU] FLAGS TIME: sys_enter: NR 1 (…)"
+        // The format of a line: "NAME-PID [CPU] FLAGS TIME: sys_enter: NR 1 (…)"
         let number = line
             .split_once(": sys_enter: NR ")
             .and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
@@ -172,7 +174,7 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     calls
 }
 
-/// Stops the tracing on drop, also during a panic.
+/// Stops the tracing when it is dropped, also during a panic.
 struct Traced;
 
 impl Drop for Traced {

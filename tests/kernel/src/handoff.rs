@@ -1,5 +1,5 @@
-//! A stunnel configured like xapi's, and `dunlin handoff connect` called in the way that xapi
-//! calls its helper.
+//! A stunnel that is configured like xapi's, and calls of `dunlin handoff connect` like those that
+//! xapi makes.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -37,18 +37,18 @@ impl Drop for Background {
     }
 }
 
-/// A stunnel that decrypts for a listener.
+/// A stunnel that decrypts the connections of clients and connects to a listener of the test.
 #[derive(Debug)]
 pub struct Stunnel {
-    /// The port on which it listens.
+    /// The port on which the stunnel listens.
     pub port: u16,
-    /// The listener that it connects to.
+    /// The listener that the stunnel connects to.
     pub target: TcpListener,
     _process: Background,
 }
 
-/// Creates `NAME.pem` and `NAME.key` in the way that xapi creates a pool's certificates: RSA,
-/// self-signed, and without a name to verify.
+/// Creates `NAME.pem` and `NAME.key` like the certificates that xapi creates for a pool: RSA,
+/// self-signed, and without a name that can be verified.
 ///
 /// # Panics
 /// OpenSSL fails.
@@ -61,7 +61,8 @@ pub fn certificate(guest: &Guest, name: &str) {
     guest.command("openssl", &words);
 }
 
-/// Starts a stunnel that presents `pool.pem` to clients that request the name "pool".
+/// Starts a stunnel that presents `pool.pem` to clients that request the name "pool", and
+/// `other.pem` to all other clients. `more` is additional configuration.
 ///
 /// # Panics
 /// The stunnel does not start.
@@ -76,7 +77,7 @@ pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     }
 }
 
-/// Like [`stunnel`], in front of an existing server.
+/// Like [`stunnel`], but the stunnel connects to an existing server.
 ///
 /// # Panics
 /// The stunnel does not start.
@@ -102,7 +103,8 @@ pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Backg
     process
 }
 
-/// Waits for a listener on the port. Reads the socket table instead of connecting.
+/// Waits until a socket listens on the port. It reads the socket table, because a connection would
+/// disturb the listener.
 ///
 /// # Panics
 /// No listener appears within half a minute.
@@ -115,20 +117,20 @@ pub fn wait_for_listener(port: u16) {
     }
 }
 
-/// The result of the command: exit code, output, and the sockets that it passed.
+/// The result of a command: its exit code, its output, and the sockets that it passed.
 #[derive(Debug)]
 pub struct Called {
-    /// The exit code.
+    /// The exit code, or `None` after a signal.
     pub code: Option<i32>,
     /// Standard output.
     pub out: String,
     /// Standard error.
     pub err: String,
-    /// The sockets.
+    /// The sockets that the command passed.
     pub sockets: Vec<OwnedFd>,
 }
 
-/// Calls `dunlin handoff connect` for a local port.
+/// Calls `dunlin handoff connect` to a local port.
 ///
 /// # Panics
 /// The command does not start.
@@ -137,7 +139,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
     connect_as(0, port, more)
 }
 
-/// Like [`connect`], as another user without privileges.
+/// Like [`connect`], but runs the command as another user without privileges.
 ///
 /// # Panics
 /// The command does not start.
@@ -146,7 +148,8 @@ pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
     call(connect_command(user, port, more))
 }
 
-/// Runs a `handoff connect` that lacks only `--send-fd`, and receives its sockets.
+/// Adds the option `--send-fd` to a `handoff connect` command, runs the command, and receives the
+/// sockets that it passes.
 ///
 /// # Panics
 /// The command does not start.
@@ -159,7 +162,7 @@ pub fn call(command: Command) -> Called {
     called
 }
 
-/// Like [`connect`], for a caller that has closed its socket: nothing can be passed to it.
+/// Like [`connect`], but the caller has closed its socket, so that nothing can be passed to it.
 ///
 /// # Panics
 /// The command does not start.
@@ -193,7 +196,8 @@ fn call_for(socket: UnixStream, mut command: Command) -> Called {
     }
 }
 
-/// Calls [`connect`] and expects one socket. Returns it and its counterpart behind the stunnel.
+/// Calls [`connect`] and expects one socket. Returns that socket and the socket of the stunnel's
+/// target for the same connection.
 ///
 /// # Panics
 /// The command fails.
@@ -208,18 +212,18 @@ pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     (socket.into(), far)
 }
 
-/// A `dunlin handoff accept` for the name "own". It passes its sockets to the unix socket
-/// `consumer` in the test's folder and logs to `accept.log` there.
+/// A running `dunlin handoff accept` for the server name "own". It passes sockets to the unix
+/// socket `consumer` in the test's folder and logs to `accept.log` in that folder.
 #[derive(Debug)]
 pub struct Accept {
-    /// The port on which it listens.
+    /// The port on which the command listens.
     pub port: u16,
     process: Background,
 }
 
 impl Accept {
-    /// Starts the command with the certificate `other.pem`; port 4443 receives clients that request other
-    /// names.
+    /// Starts the command with the certificate `other.pem`. It forwards clients that request other
+    /// server names to port 4443.
     ///
     /// # Panics
     /// The command does not start.
@@ -230,8 +234,8 @@ impl Accept {
         Self::start_alone(guest, &[&own[..], &certificate, more].concat())
     }
 
-    /// Starts the command without a certificate and without a server for other names, unless `more` adds
-    /// them.
+    /// Starts the command without a certificate and without a server for other names. The arguments
+    /// `more` may add both.
     ///
     /// # Panics
     /// The command does not start.
@@ -240,7 +244,7 @@ impl Accept {
         Self::begin(Self::command(guest, more))
     }
 
-    /// Starts a complete command, such as one of [`Accept::command_of`].
+    /// Starts a complete command, such as a result of [`Accept::command_of`].
     ///
     /// # Panics
     /// The command does not start.
@@ -264,13 +268,13 @@ impl Accept {
         }
     }
 
-    /// The command that [`Accept::start_alone`] starts.
+    /// Returns the command that [`Accept::start_alone`] starts.
     #[must_use]
     pub fn command(guest: &Guest, more: &[&str]) -> Command {
         Self::command_of("dunlin", guest, more)
     }
 
-    /// The command of [`Accept::start`] with another version of the program.
+    /// Like [`Accept::command`], but starts the program `dunlin`, which may be another version.
     #[must_use]
     pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
         let to = format!("unix:{}", guest.folder().join("consumer").display());
@@ -283,7 +287,7 @@ impl Accept {
         command
     }
 
-    /// The numbers of the process's descriptors and threads.
+    /// Returns the number of open descriptors and the number of threads of the process.
     ///
     /// # Panics
     /// The process has ended.
@@ -295,10 +299,10 @@ impl Accept {
         })
     }
 
-    /// Waits until the numbers of descriptors and threads are back to `before`.
+    /// Waits until the numbers of descriptors and threads equal `before` again.
     ///
     /// # Panics
-    /// The number stays higher.
+    /// The numbers still differ when the time limit expires.
     pub fn settles(&self, before: [usize; 2]) {
         let until = Instant::now() + TIMEOUT;
         while self.held() != before {
@@ -311,7 +315,7 @@ impl Accept {
         }
     }
 
-    /// Waits until the log contains `words`, and returns their line.
+    /// Waits until the log contains `words`, and returns the line that contains them.
     ///
     /// # Panics
     /// The words do not appear.
@@ -329,7 +333,7 @@ impl Accept {
     }
 }
 
-/// Receives the socket of the next client, and the description that is sent with it.
+/// Receives the socket of the next client, and the JSON description that is sent with the socket.
 ///
 /// # Panics
 /// No socket arrives.
@@ -353,8 +357,9 @@ pub fn take(consumer: &UnixListener) -> (TcpStream, Value) {
     (socket.into(), line)
 }
 
-/// OpenSSL's client; it sends its standard input and prints what it receives. `-quiet` keeps it
-/// from interpreting letters of its input as commands, and from stopping at the end of its input.
+/// Starts OpenSSL's client, which sends its standard input and prints what it receives. With
+/// `-quiet`, the client does not interpret letters of its input as commands, and does not stop at
+/// the end of its input.
 ///
 /// # Panics
 /// The client does not start.
@@ -363,7 +368,7 @@ pub fn client(port: u16, name: &str, version: &str) -> Background {
     client_with(port, name, &[version])
 }
 
-/// Like [`client`], with other arguments.
+/// Like [`client`], but with other arguments.
 ///
 /// # Panics
 /// The client does not start.
@@ -381,11 +386,11 @@ pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
     Background(child.expect("openssl starts"))
 }
 
-/// Returns a port, and forwards one connection from it to the port `to`. Sends the end of stream of
-/// the side `from` in the same segment as that side's last handshake message.
+/// Returns a port, and forwards one connection from that port to the port `to`. Sends the end of
+/// stream of the side `from` in the same segment as the last handshake message of that side.
 ///
 /// # Panics
-/// A step fails; the panic is on the step's own thread.
+/// A step fails. The panic occurs on this function's background thread.
 #[must_use]
 pub fn end_with_handshake(from: Side, to: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
@@ -402,7 +407,8 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
             receiver.try_clone().expect("descriptors are left"),
             sender.try_clone().expect("descriptors are left"),
         );
-        // A peer that has reported the failure may have closed its connection.
+        // Copying may fail, because a peer that has reported an error may have closed its
+        // connection.
         thread::spawn(move || io::copy(&mut back.0, &mut back.1));
         let mut last = Vec::new();
         while !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
@@ -414,14 +420,14 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
             }
         }
         last.extend(record(&mut sender));
-        // MSG_MORE delays the segment until more follows, which is the end of the stream.
+        // MSG_MORE delays the segment until more data or the end of the stream follows.
         let more = MsgFlags::from_bits_retain(MSG_MORE);
         let sent = send(receiver.as_raw_fd(), &last, more);
         assert_eq!(sent, Ok(last.len()));
         receiver
             .shutdown(Shutdown::Write)
             .expect("the receiver is connected");
-        // Wait until the other side has ended too.
+        // Wait until the other side has also ended its stream.
         let _ = io::copy(&mut sender, &mut io::sink());
     });
     port
@@ -436,7 +442,7 @@ pub enum Side {
     Server,
 }
 
-/// The content type after which a side of TLS 1.2 encrypts (RFC 5246, section 7.1).
+/// The content type of the last unencrypted record of a side in TLS 1.2 (RFC 5246, section 7.1).
 const CHANGE_CIPHER_SPEC: u8 = 20;
 
 /// Reads the next record of a connection.
@@ -455,13 +461,14 @@ pub fn record(from: &mut TcpStream) -> Vec<u8> {
     record
 }
 
-/// Sends `there` and then `back` over a connection, and compares the received bytes.
+/// Sends `there` from `near` to `far` and then `back` in the other direction, and compares the
+/// received bytes.
 ///
 /// # Panics
 /// The received bytes differ.
 pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
     for end in [near, far] {
-        // Without a timeout a failing side would leave the other waiting.
+        // Without a timeout, one side would wait forever if the other side fails.
         end.set_read_timeout(Some(TIMEOUT))
             .expect("the descriptor is a socket");
     }

@@ -1,6 +1,6 @@
-//! Helpers for kernel tests. Each file of `src/bin` is one test, a program that runs inside a
-//! virtual machine: `cargo xtask kernel` builds it, reads its requirements, boots the machine and
-//! runs it.
+//! Helpers for kernel tests. Each file of `src/bin` is one test, which is a program that runs
+//! inside a virtual machine. `cargo xtask kernel` builds the program, reads its requirements, boots
+//! the machine and runs the program.
 //!
 //! ```text
 //! fn main() -> ExitCode {
@@ -11,16 +11,16 @@
 //! }
 //! ```
 //!
-//! A test fails by panicking. It runs as root, in its own network namespace with only the
-//! loopback up. The kernel loads modules on request, as on an installed system. The test's output
-//! is printed, and its files in [`Guest::folder`] are copied to the host.
+//! A test fails by panicking. It runs as root, in a network namespace of its own, in which only the
+//! loopback interface is up. The kernel loads modules on request, as on an installed system. The
+//! test's output is printed, and its files in [`Guest::folder`] are copied to the host.
 //!
-//! Tests detect a kernel feature by probing (`/proc/crypto`, a counter, an attempt), never by the
-//! kernel's version: distributions backport features, and features move between releases. A test
-//! changes the machine only through a guard ([`Guest::set`], [`Guest::without_module`]), because
-//! later tests run in the same machine.
+//! Tests probe for a kernel feature (`/proc/crypto`, a counter, an attempt) and never check the
+//! kernel's version, because distributions backport features and features move between releases. A
+//! test changes the machine only through a guard ([`Guest::set`], [`Guest::without_module`]),
+//! because later tests run in the same machine.
 //!
-//! The machine is emulated, so times are meaningless. Assert on behaviour and counters.
+//! The machine is emulated, so times are meaningless. Tests assert on behaviour and counters.
 #![forbid(unsafe_code)]
 
 pub mod counting;
@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-/// The name of the previous version's `dunlin` in the path; see [`Guest::versions`].
+/// The name of the previous version of `dunlin` in `PATH` (see [`Guest::versions`]).
 pub const PREVIOUS: &str = "dunlin-previous";
 
 /// The exit code for "skipped", as in automake.
@@ -50,43 +50,44 @@ const SKIPPED: i32 = 77;
 /// What the machine must provide for a test.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Needs {
-    /// Virtual CPUs, 1 to 4.
+    /// Number of virtual CPUs, 1 to 4.
     pub cpus: u32,
-    /// Debian packages of trixie, with their programs in the path. The packages are unpacked but
-    /// not configured: files that the installation would generate are missing.
+    /// Packages of Debian trixie whose programs are in the path. The packages are unpacked but not
+    /// configured, so files that the installation would generate are missing.
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,
-    /// Whether the command of an earlier commit, which `DUNLIN_PREVIOUS` names, is in the path too;
-    /// see [`Guest::versions`].
+    /// Whether the `dunlin` of the earlier commit that `DUNLIN_PREVIOUS` names is also in the path
+    /// (see [`Guest::versions`]).
     pub previous: bool,
-    /// Test programs of the library that are in the path; see [`Guest::library_tests`].
+    /// Test programs of the library that are in the path (see [`Guest::library_tests`]).
     pub library_tests: &'static [&'static str],
-    /// The time limit, after which the test is killed and counts as hung. The soak test allows ten
-    /// times as much.
+    /// The time limit in seconds. After it, the test is killed and counts as hung. The limit of the
+    /// soak test is ten times as long.
     pub limit_seconds: u64,
-    /// The kernels under which a run of the whole suite includes the test. The soak test uses
-    /// both kernels for every test that names one of them.
+    /// The kernels under which a run of the whole suite includes this test. The soak test uses both
+    /// kernels for every test that names at least one of them.
     pub under: Under,
 }
 
-/// The kernels for a run of the whole suite. Long tests run under only one.
+/// The kernels under which a test runs as part of the whole suite. Long tests run under only one
+/// kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Under {
-    /// The newest and the oldest.
+    /// The newest kernel and the oldest supported kernel.
     Both,
-    /// The newest.
+    /// The newest kernel.
     Newest,
-    /// The oldest.
+    /// The oldest supported kernel.
     Oldest,
-    /// The kernel of bookworm, which is older than the oldest supported one: for errors
-    /// that are reported only there.
+    /// The kernel of Debian bookworm, which is older than the oldest supported kernel. For tests of
+    /// errors that are reported only on such a kernel.
     Former,
 }
 
 impl Needs {
-    /// Two CPUs, busybox and a limit of one minute.
+    /// The default: two CPUs, busybox and a limit of one minute.
     pub const NOTHING: Self = Self {
         cpus: 2,
         packages: &[],
@@ -118,7 +119,7 @@ pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if !Path::new("/rig/tests").is_dir() {
-        eprintln!("this runs inside a virtual machine: cargo xtask kernel --test NAME");
+        eprintln!("this test runs only inside a virtual machine: cargo xtask kernel --test NAME");
         return ExitCode::FAILURE;
     }
     test(&Guest(()));
@@ -130,31 +131,32 @@ fn is_soak() -> bool {
 }
 
 impl Guest {
-    /// Whether to run more repetitions (docs/testing/soak.md).
+    /// Whether this is the soak test, in which tests make more repetitions (docs/testing/soak.md).
     #[must_use]
     pub fn is_soak(&self) -> bool {
         is_soak()
     }
 
-    /// The folder for files to copy to the host: captures, logs. It is the initial working
-    /// directory.
+    /// The folder for files that are copied to the host, such as captures and logs. It is the
+    /// initial working directory.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
         env::current_dir().expect("the runner created the folder")
     }
 
-    /// Ends the test as skipped because this kernel lacks a feature. Skipped tests are counted and
-    /// shown. Does not drop guards: a test skips before it changes the machine.
+    /// Ends the test as skipped, because this kernel lacks a feature. Skipped tests are counted and
+    /// shown. Guards are not dropped, so a test must call this method before it changes the
+    /// machine.
     pub fn skip(&self, reason: &str) -> ! {
         println!("skipped: {reason}");
         process::exit(SKIPPED)
     }
 
-    /// The names of the previous version's `dunlin` and of the current one, in both orders. Skips the
-    /// test without `DUNLIN_PREVIOUS`.
+    /// Returns the names of the previous version's `dunlin` and of the current one, in both orders.
+    /// Skips the test if `DUNLIN_PREVIOUS` is not set.
     ///
     /// # Panics
-    /// The soak test runs without `DUNLIN_PREVIOUS`.
+    /// `DUNLIN_PREVIOUS` is not set in the soak test.
     #[must_use]
     pub fn versions(&self) -> [[&'static str; 2]; 2] {
         if !Path::new("/usr/bin").join(PREVIOUS).exists() {
@@ -169,7 +171,7 @@ impl Guest {
     /// Runs a program and returns its standard output.
     ///
     /// # Panics
-    /// The program does not start, or fails; the message contains its output.
+    /// The program does not start or it fails. The message contains its output.
     #[must_use]
     pub fn output(&self, program: &str, arguments: &[&str]) -> String {
         let line = format!("{program} {}", arguments.join(" "));
@@ -187,7 +189,7 @@ impl Guest {
         text
     }
 
-    /// Runs the library's test program `name` with kernel TLS, one test at a time, because the
+    /// Runs the library's test program `name` with kernel TLS. Runs one test at a time, because the
     /// machine is slow. Returns the output.
     ///
     /// # Panics
@@ -206,17 +208,17 @@ impl Guest {
     /// Runs a program and ignores its output.
     ///
     /// # Panics
-    /// The program does not start, or fails; the message contains its output.
+    /// The program does not start or it fails. The message contains its output.
     pub fn command(&self, program: &str, arguments: &[&str]) {
         let _ = self.output(program, arguments);
     }
 
-    /// Unloads a module until the returned guard is dropped, even during a panic. The guard reloads
-    /// only a module that was loaded before.
+    /// Unloads a module until the returned guard is dropped, also by a panic. The guard reloads the
+    /// module only if it was loaded before.
     ///
     /// # Panics
-    /// The module is in use for half a minute: sockets of an earlier test release it some time
-    /// after that test has ended.
+    /// The module is still in use after half a minute. Sockets of an earlier test may use it for
+    /// some time after that test has ended.
     #[must_use]
     pub fn without_module(&self, name: &'static str) -> WithoutModule {
         let guard = WithoutModule {
@@ -239,22 +241,23 @@ impl Guest {
         }
     }
 
-    /// Stops the kernel from loading modules automatically until the returned guard is
-    /// dropped. `modprobe` still works.
+    /// Stops the kernel from loading modules automatically, until the returned guard is dropped.
+    /// `modprobe` still works.
     #[must_use]
     pub fn without_loader(&self) -> Setting {
         self.set("/proc/sys/kernel/modprobe", "/nowhere")
     }
 
-    /// Writes a setting of the kernel, a file of `/proc/sys` or `/sys`. The returned guard restores
-    /// the old value when dropped, even during a panic.
+    /// Writes a kernel setting, which is a file of `/proc/sys` or `/sys`. The returned guard
+    /// restores the old value when it is dropped, also by a panic.
     ///
     /// # Panics
     /// The file cannot be read or written.
     #[must_use]
     pub fn set(&self, file: &str, value: &str) -> Setting {
         let before = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
-        // A choice between values is shown as "always [madvise] never".
+        // If the setting is one of several values, the file marks it with brackets: "always
+        // [madvise] never".
         let chosen = before.split(['[', ']']).nth(1).unwrap_or(before.trim_end());
         let guard = Setting {
             file: file.to_owned(),
@@ -264,7 +267,8 @@ impl Guest {
         guard
     }
 
-    /// A counter from a file with lines "NAME VALUE", for instance `/proc/net/tls_stat`.
+    /// Returns a counter from a file whose lines are "NAME VALUE", for instance
+    /// `/proc/net/tls_stat`.
     ///
     /// # Panics
     /// The file or the counter does not exist.
@@ -277,15 +281,16 @@ impl Guest {
     }
 }
 
-/// See [`Guest::without_module`].
+/// The guard of [`Guest::without_module`].
 #[derive(Debug)]
 pub struct WithoutModule {
     name: &'static str,
     was_loaded: bool,
 }
 
-// A panic during a panic would abort the process before other guards are dropped, so a failing
-// guard only prints a message; the runner compares the machine's state before and after the test.
+// A panic during another panic would abort the process before other guards are dropped. A failing
+// guard therefore only prints a message. The runner compares the machine's state before and after
+// the test.
 impl Drop for WithoutModule {
     fn drop(&mut self) {
         if self.was_loaded {
@@ -297,7 +302,7 @@ impl Drop for WithoutModule {
     }
 }
 
-/// See [`Guest::set`].
+/// The guard of [`Guest::set`].
 #[derive(Debug)]
 pub struct Setting {
     file: String,

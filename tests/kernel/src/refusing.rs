@@ -1,5 +1,5 @@
-//! Simulates a kernel that refuses a key, as in a sandbox or if the cipher is missing for
-//! one direction.
+//! Simulates a kernel that rejects a TLS key, as in a sandbox or when the cipher is missing for one
+//! direction.
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
@@ -11,8 +11,8 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter,
 };
 
-/// Makes setsockopt(2) refuse the keys of one direction with `EPERM`, permanently, in this thread
-/// and in the threads and processes that it starts.
+/// Makes setsockopt(2) reject the keys of one direction with `EPERM`. The restriction is permanent.
+/// It applies to this thread and to the threads and processes that this thread starts.
 ///
 /// # Panics
 /// The kernel has no seccomp.

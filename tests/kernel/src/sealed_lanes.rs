@@ -1,4 +1,4 @@
-//! Two hosts with lanes over IPsec between them: the dialer of each host, and the traffic
+//! Helpers for tests with lanes over IPsec between two hosts: the [`IpsecLanes`] of a host, and the
 //! counters of its SAs.
 
 use std::collections::BTreeMap;
@@ -13,15 +13,15 @@ use dunlin_ipsec::{Direction, Event, Mode, Observer, Options, Sender, Status};
 use crate::Guest;
 use crate::sessions::{inside, netns};
 
-/// The ports for the sessions of all lanes.
+/// The source ports for the sessions of all lanes.
 pub const POOL: &str = "24576-28671";
 
-/// The events of a host's sessions.
+/// The events of a host's sessions so far.
 #[derive(Clone, Debug, Default)]
 pub struct Said(Arc<Mutex<Vec<Event>>>);
 
 impl Said {
-    /// Whether there was an event for which `is` is true.
+    /// Whether `is` returns true for any event so far.
     ///
     /// # Panics
     /// Another thread has panicked.
@@ -30,7 +30,7 @@ impl Said {
     }
 }
 
-/// Creates a host's [`IpsecLanes`] for these CPUs.
+/// Creates the [`IpsecLanes`] of a host, with SAs for these CPUs.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -39,7 +39,7 @@ pub fn ipsec_lanes(host: &str, mode: Mode, cpus: &[u32]) -> (IpsecLanes, Said) {
     ipsec_lanes_with(host, mode, cpus, POOL)
 }
 
-/// Like [`ipsec_lanes`], with these ports for its sessions.
+/// Like [`ipsec_lanes`], but with other ports for the sessions.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -60,7 +60,7 @@ pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (I
     (sealed, said)
 }
 
-/// The number of bytes that each outbound SA of a session has carried.
+/// Returns the number of bytes that each outbound SA of a session has carried.
 ///
 /// # Panics
 /// An SA has been removed.
@@ -78,8 +78,8 @@ pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
         .collect()
 }
 
-/// The packets that the IPsec of a host's kernel has dropped or refused, by cause. Every counter
-/// of the file counts dropped or refused packets.
+/// Returns the number of packets that IPsec on a host has dropped or refused, by cause. Every
+/// counter in the file counts such packets.
 #[must_use]
 pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     let text = guest.output("ip", &netns(host, &["cat", "/proc/net/xfrm_stat"]));
@@ -91,8 +91,8 @@ pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     text.lines().filter_map(count).collect()
 }
 
-/// Destroys a connection of a host, as if the peer had vanished and the host had given the
-/// connection up.
+/// Destroys a connection of a host. The connection is gone as if the peer had vanished and the host
+/// had given up the connection.
 ///
 /// # Panics
 /// No connection matches the filter.
@@ -103,7 +103,7 @@ pub fn cut(guest: &Guest, host: &str, filter: &str) {
     assert!(!said.is_empty(), "{host} has no connection {filter}");
 }
 
-/// Whether a host has removed all its records of installed state.
+/// Whether a host has removed all its records of the state that it installed in the kernel.
 #[must_use]
 pub fn no_records(host: &str) -> bool {
     let folder = Path::new(&format!("state-{host}")).join("ipsec");

@@ -1,5 +1,5 @@
-//! Two hosts with sessions of `dunlin ipsec`: namespaces with a captured link, the command on each
-//! host, and connections.
+//! Two hosts with sessions of `dunlin ipsec`: their namespaces with a link that can be captured,
+//! the command on each host, and connections.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -16,11 +16,11 @@ use crate::{Guest, PREVIOUS};
 
 /// The two hosts, each a network namespace, and their addresses.
 pub const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
-/// The ports of sessions.
+/// The ports that sessions protect.
 pub const PORTS: &str = "4444-4447";
-/// The address on which connections arrive.
+/// The address to which the test's connections are made.
 pub const AT: &str = "10.0.0.2:4444";
-/// The server's address.
+/// The address of the server, `dunlin ipsec serve`.
 pub const SERVER: &str = "10.0.0.2:7302";
 /// [`AT`] over IPv6.
 pub const AT_6: &str = "[fd00::2]:4444";
@@ -30,10 +30,10 @@ pub const SERVER_6: &str = "[fd00::2]:7302";
 pub const NAME: &str = "host-b.example";
 /// The number of bytes sent over a connection at a time.
 pub const BYTES: usize = 256 << 10;
-/// Much longer than any step takes in this machine.
+/// The time limit for every step, which is much longer than any step takes in this machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Sends bytes over all connections simultaneously, from the near end to the far end. If they do
-/// not arrive, prints the IPsec state of both hosts.
+/// Sends bytes over all connections simultaneously, from the near end to the far end. If the bytes
+/// do not arrive, prints the IPsec state of both hosts.
 pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     let carried: Vec<io::Result<()>> = thread::scope(|scope| {
         let one = |(near, far): &(TcpStream, TcpStream)| -> io::Result<()> {
@@ -43,7 +43,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
             thread::scope(|scope| {
                 let written = scope.spawn(move || near.write_all(&vec![7; BYTES]));
                 let mut bytes = vec![0; BYTES];
-                // `read_exact` continues after an interrupted call.
+                // `read_exact` repeats a call that was interrupted.
                 far.read_exact(&mut bytes)?;
                 assert!(bytes.iter().all(|byte| *byte == 7));
                 written.join().expect("the thread does not panic")
@@ -74,7 +74,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     panic!("not all data arrived: {carried:?}");
 }
 
-/// Connects to an address.
+/// Connects to an address, with a time limit.
 ///
 /// # Errors
 /// An error from connect(2).
@@ -82,12 +82,12 @@ pub fn connect_to(at: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&at.parse().expect("an address"), LIMIT)
 }
 
-/// The SAs of a host's sessions.
+/// Returns the SAs of a host's sessions, as `dunlin ipsec status` prints them.
 pub fn associations(guest: &Guest, host: &str) -> Vec<Value> {
     associations_by("dunlin", guest, host)
 }
 
-/// The SAs of a host's sessions as another version of the command prints them.
+/// Like [`associations`], but with another version of the command.
 pub fn associations_by(dunlin: &str, guest: &Guest, host: &str) -> Vec<Value> {
     let text = guest.output(dunlin, &status(host, &["--json"]));
     let sessions = text
@@ -97,7 +97,7 @@ pub fn associations_by(dunlin: &str, guest: &Guest, host: &str) -> Vec<Value> {
     associations.flatten().flatten().collect()
 }
 
-/// The command line of `dunlin ipsec status` on a host.
+/// Returns the arguments of `dunlin ipsec status` for a host.
 pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let control = if host == "a" { "run-a" } else { "run-b" };
     [&["ipsec", "status", "--control", control], more].concat()
@@ -106,7 +106,7 @@ pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 /// Waits until neither host has an SA or a policy.
 ///
 /// # Panics
-/// A host still has an SA or a policy at the limit.
+/// A host still has an SA or a policy when the time limit expires.
 pub fn nothing_left(guest: &Guest) {
     let limit = Instant::now() + LIMIT;
     for (host, _) in HOSTS {
@@ -128,11 +128,11 @@ pub fn empty(guest: &Guest, host: &str) -> bool {
     !table("state").contains("proto esp") && !table("policy").contains("priority")
 }
 
-/// Waits for a condition. The time limit is reached only if there is a defect.
+/// Waits until the condition is true. Only a defect can make the wait reach its time limit.
 pub fn until(what: &str, mut come: impl FnMut() -> bool) {
     let limit = Instant::now() + LIMIT;
     while !come() {
-        assert!(Instant::now() < limit, "{what}: not yet");
+        assert!(Instant::now() < limit, "timed out: {what}");
         thread::sleep(Duration::from_millis(100));
     }
 }
@@ -148,18 +148,18 @@ pub fn netns<'a>(host: &'a str, command: &[&'a str]) -> Vec<&'a str> {
     [&["netns", "exec", host], command].concat()
 }
 
-/// A running `dunlin ipsec`.
+/// A running `dunlin ipsec` command.
 #[derive(Debug)]
 pub struct Process(pub Child);
 
 impl Process {
-    /// Starts the server, on host b.
+    /// Starts `dunlin ipsec serve` on host b.
     #[must_use]
     pub fn serve() -> Self {
         Self::serve_with(&[])
     }
 
-    /// Starts the server with more arguments.
+    /// Starts the server with additional arguments.
     #[must_use]
     pub fn serve_with(more: &[&str]) -> Self {
         Self::serve_of("dunlin", more)
@@ -197,16 +197,16 @@ impl Process {
         Self::begin(command, "listening on")
     }
 
-    /// Opens a session, from host a.
+    /// Opens a session from host a, with `dunlin ipsec up`.
     #[must_use]
     pub fn up(mode: &str) -> Self {
         Self::begin(up_with(SERVER, &["--mode", mode]), "up")
     }
 
-    /// Starts a command and waits for its first output.
+    /// Starts a command and waits for its first line of output.
     ///
     /// # Panics
-    /// The command prints something else.
+    /// The first line of output does not contain `first`.
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");
@@ -217,7 +217,7 @@ impl Process {
         Self(child)
     }
 
-    /// Stops the process, and expects success.
+    /// Stops the process and expects exit code 0.
     ///
     /// # Panics
     /// The command exits with another code.
@@ -225,24 +225,25 @@ impl Process {
         assert_eq!(self.end_with(guest), Some(0));
     }
 
-    /// Stops the process, and returns its exit code.
+    /// Stops the process and returns its exit code.
     ///
     /// # Panics
     /// The signal cannot be sent.
     #[must_use]
     pub fn end_with(mut self, guest: &Guest) -> Option<i32> {
-        // `ip netns exec` replaces itself with the program that it starts.
+        // `ip netns exec` replaces itself with the program that it starts, so the program has the
+        // child's process id.
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
         self.0.wait().expect("the process ends").code()
     }
 }
 
-/// `dunlin ipsec up` on host a.
+/// Returns the command `dunlin ipsec up` for host a.
 pub fn up_with(server: &str, more: &[&str]) -> Command {
     up_of("dunlin", server, more)
 }
 
-/// `dunlin ipsec up` on host a with another version of the command.
+/// Like [`up_with`], but with another version of the command.
 pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     let mut command = Command::new("ip");
     command.args(netns(
@@ -270,8 +271,8 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     command
 }
 
-/// The flag that limits how long a peer may take to answer. The previous version's `dunlin`
-/// has another name for this flag.
+/// Returns the name of the option that limits how long a peer may take to answer. The option has
+/// another name in the previous version of `dunlin`.
 fn timeout_flag(dunlin: &str) -> &'static str {
     if dunlin == PREVIOUS {
         "--patience"
@@ -290,21 +291,20 @@ pub fn credentials(guest: &Guest) {
     }
 }
 
-/// Creates a link between the two hosts.
+/// Creates the two hosts' namespaces and a link between them.
 pub fn connect(guest: &Guest) {
     let ip = |arguments: &str| {
         guest.command("ip", &arguments.split(' ').collect::<Vec<_>>());
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
-        // An earlier test in the same machine may have left this file. The mount that it pointed to
-        // is gone.
+        // An earlier test in the same machine may have left this file, whose mount is gone.
         let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
     for (host, address) in HOSTS {
-        // An address that is added later would make connections look up their route again.
+        // An address that is added later would cause connections to look up their routes again.
         ip(&format!("-n {host} link set link-{host} addrgenmode none"));
         ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
         let address_6 = address.replace("10.0.0.", "fd00::");
@@ -313,8 +313,8 @@ pub fn connect(guest: &Guest) {
         ));
         ip(&format!("-n {host} link set link-{host} up"));
     }
-    // A link that the kernel reports as up only later would also make connections look up their
-    // route again.
+    // If the kernel reported the link as up only later, connections would also look up their routes
+    // again. Wait until it is up.
     for (host, _) in HOSTS {
         until("the link is up", || {
             let link = format!("link-{host}");
@@ -324,12 +324,12 @@ pub fn connect(guest: &Guest) {
     }
 }
 
-/// A running tcpdump on a host's link.
+/// A running tcpdump that captures a host's link.
 #[derive(Debug)]
 pub struct Capture(Child);
 
 impl Capture {
-    /// Starts the capture of a host's link.
+    /// Starts capturing a host's link into a file.
     ///
     /// # Panics
     /// tcpdump does not start.
@@ -363,7 +363,7 @@ impl Capture {
         Self(child)
     }
 
-    /// Stops the capture when every packet has been written.
+    /// Stops the capture after every packet has been written to the file.
     ///
     /// # Panics
     /// tcpdump does not end.
@@ -374,7 +374,7 @@ impl Capture {
     }
 }
 
-/// The number of captured packets that match a filter.
+/// Returns the number of captured packets that match a filter.
 pub fn captured(guest: &Guest, file: &str, filter: &str) -> usize {
     guest
         .output("tcpdump", &["-Z", "root", "-n", "-r", file, filter])

@@ -1,5 +1,6 @@
-//! Both ends of kernel TLS: sockets with keys in the kernel, and a peer that seals and opens
-//! records in user space. Tests can read any record on the wire and send any record.
+//! Both ends of kernel TLS: sockets with keys in the kernel, and a peer that encrypts and decrypts
+//! records in user space. With this peer, tests can read any record on the wire and send any
+//! record.
 //!
 //! The peer shares no code with the kernel or Dunlin. It uses ring's AES-256-GCM and implements
 //! both record formats (RFC 8446, section 5.2; RFC 5288, section 3).
@@ -18,28 +19,28 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use crate::Guest;
 
-/// Content types (RFC 8446, section 5.1).
+/// The content type of alerts (RFC 8446, section 5.1).
 pub const ALERT: u8 = 21;
-/// Handshake messages.
+/// The content type of handshake messages.
 pub const HANDSHAKE: u8 = 22;
-/// Application data.
+/// The content type of application data.
 pub const DATA: u8 = 23;
 
-/// The alert that ends a direction: level warning, close_notify.
+/// The alert that ends a direction: level *warning*, description *close_notify*.
 pub const CLOSE_NOTIFY: [u8; 2] = [1, 0];
 
-/// A KeyUpdate that does not request one in return (RFC 8446, section 4.6.3).
+/// A KeyUpdate message that does not request a KeyUpdate in return (RFC 8446, section 4.6.3).
 pub const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 
-/// The maximum content of a record.
+/// The maximum number of content bytes in a record.
 pub const RECORD: usize = 1 << 14;
 
-/// The length of a record's header.
+/// The length of a record's header, in bytes.
 pub const HEADER: usize = 5;
 const TAG: usize = 16;
 
-/// The time limit for an event that is certain to occur. Times are meaningless in this machine; the
-/// limit only stops a test that would hang.
+/// The time limit for an event that is certain to occur. Times are meaningless in this machine, so
+/// the limit only stops a test that would hang.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The keys of one direction.
@@ -47,16 +48,17 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Keys {
     /// The TLS version.
     pub version: Version,
-    /// The key's number: equal numbers mean equal keys.
+    /// The number of the key. Equal numbers mean equal keys.
     pub number: u8,
     /// The sequence number of the first record.
     pub sequence: u64,
-    /// In 1.2 the explicit part of the first nonce; in 1.3 the last eight bytes of the IV.
+    /// In TLS 1.2, the explicit part of the first nonce. In TLS 1.3, the last eight bytes of the
+    /// IV.
     pub iv: [u8; 8],
 }
 
 impl Keys {
-    /// Keys for TLS 1.3, starting with sequence number 0.
+    /// Returns keys for TLS 1.3, starting with sequence number 0.
     #[must_use]
     pub fn new(number: u8) -> Self {
         Self {
@@ -67,7 +69,8 @@ impl Keys {
         }
     }
 
-    /// Four bytes of salt, then `iv`: in TLS 1.2 the first nonce, in 1.3 the write IV.
+    /// Returns four bytes of salt followed by `iv`. In TLS 1.2 this is the first nonce, in TLS 1.3
+    /// the write IV.
     fn nonce(&self) -> [u8; 12] {
         let mut nonce = [self.number; 12];
         nonce[4..].copy_from_slice(&self.iv);
@@ -75,7 +78,7 @@ impl Keys {
     }
 }
 
-/// Two ends of a connection over the loopback.
+/// Returns the two ends of a TCP connection over the loopback.
 ///
 /// # Panics
 /// The loopback is down.
@@ -88,7 +91,7 @@ pub fn connected() -> (TcpStream, TcpStream) {
     (near, far)
 }
 
-/// A socket with keys in the kernel, and a peer with the same keys in this process.
+/// Returns a socket with keys in the kernel, and a peer with the same keys in this process.
 #[must_use]
 pub fn kernel_and_peer(seals: Keys, opens: Keys) -> (TcpStream, Peer) {
     let (kernel, far) = connected();
@@ -101,7 +104,7 @@ pub fn kernel_and_peer(seals: Keys, opens: Keys) -> (TcpStream, Peer) {
     (kernel, peer)
 }
 
-/// Two sockets with keys in the kernel, for TLS 1.3.
+/// Returns two connected sockets with keys in the kernel, for TLS 1.3.
 #[must_use]
 pub fn kernels() -> (TcpStream, TcpStream) {
     let (near, far) = connected();
@@ -110,17 +113,17 @@ pub fn kernels() -> (TcpStream, TcpStream) {
     (near, far)
 }
 
-/// Installs keys for both directions.
+/// Installs keys for both directions in the kernel.
 ///
 /// # Panics
-/// The kernel refuses them.
+/// The kernel rejects a key.
 pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
     ktls::attach(socket).expect("the kernel has TLS");
     set(socket, Direction::Sending, seals).expect("the kernel accepts the sending key");
     set(socket, Direction::Receiving, opens).expect("the kernel accepts the receiving key");
 }
 
-/// Installs the keys of one direction.
+/// Installs the keys of one direction in the kernel.
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -135,7 +138,7 @@ pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), 
     ktls::install(socket, direction, &key).map_err(errno)
 }
 
-/// Receives on a socket with keys. Returns the content type and the number of bytes.
+/// Receives on a socket with kernel TLS. Returns the content type and the number of bytes.
 ///
 /// # Errors
 /// An error from recvmsg(2).
@@ -144,7 +147,7 @@ pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Err
     Ok((received.control.unwrap_or(DATA), received.bytes))
 }
 
-/// Converts an error to its number.
+/// Returns the number of a system call's error.
 ///
 /// # Panics
 /// The error is not from a system call.
@@ -171,7 +174,8 @@ pub fn readable(socket: &TcpStream) -> bool {
     poll(&[interest], Some(Duration::ZERO)).expect("the socket can be polled")[0]
 }
 
-/// Waits until the socket's queue holds this many bytes, counted as they are on the wire.
+/// Waits until the socket's receive queue holds this number of bytes, counted as encrypted bytes on
+/// the wire.
 ///
 /// # Panics
 /// The bytes do not arrive within the limit.
@@ -183,14 +187,14 @@ pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     }
 }
 
-/// A counter of kernel TLS in this network namespace.
+/// Returns a counter of kernel TLS in this network namespace.
 #[must_use]
 pub fn stat(guest: &Guest, name: &str) -> u64 {
     guest.counter("/proc/net/tls_stat", name)
 }
 
-/// Whether this kernel accepts a new key for a socket that has one. If so, the kernel has
-/// counters for it.
+/// Whether this kernel accepts a new key for a socket that already has a key. Such a kernel has
+/// counters for new keys.
 ///
 /// # Panics
 /// The kernel has no TLS.
@@ -201,14 +205,14 @@ pub fn renews_keys(guest: &Guest) -> bool {
     counters.contains("TlsTxRekeyOk")
 }
 
-/// A socket for which this process seals and opens the records.
+/// A socket whose records this process encrypts and decrypts.
 #[derive(Debug)]
 pub struct Peer {
     /// The connection.
     pub socket: TcpStream,
-    /// The sealing half.
+    /// The half that encrypts records to send.
     pub seals: Half,
-    /// The opening half.
+    /// The half that decrypts received records.
     pub opens: Half,
 }
 
@@ -226,7 +230,7 @@ impl Peer {
     /// Receives the next record. Returns `None` at the end of the stream.
     ///
     /// # Panics
-    /// The connection is broken, or the record is not sealed with the expected keys and sequence
+    /// The connection is broken, or the record is not encrypted with the expected keys and sequence
     /// number.
     pub fn receive(&mut self) -> Option<(u8, Vec<u8>)> {
         let record = read_record(&mut self.socket).expect("the connection is open")?;
@@ -234,10 +238,11 @@ impl Peer {
         Some(opened.expect("the record has the expected keys and number"))
     }
 
-    /// Receives all data until the end. Returns it with the content length of each record.
+    /// Receives all data until the end of the stream. Returns the data, and the content length of
+    /// each record.
     ///
     /// # Panics
-    /// As for [`Peer::receive`], or a record is not data.
+    /// As for [`Peer::receive`], or a record does not contain application data.
     pub fn receive_all(&mut self) -> (Vec<u8>, Vec<usize>) {
         let (mut data, mut sizes) = (Vec::new(), Vec::new());
         while let Some((kind, content)) = self.receive() {
@@ -249,10 +254,10 @@ impl Peer {
     }
 }
 
-/// Reads the next record as it is on the wire. Returns `None` at the end of the stream.
+/// Reads the next record in its encrypted form. Returns `None` at the end of the stream.
 ///
 /// # Errors
-/// An error from read(2), or an end within a record.
+/// An error from read(2), or the stream ends within a record.
 pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER];
     if from.read(&mut record[..1])? == 0 {
@@ -265,7 +270,7 @@ pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(record))
 }
 
-/// The explicit part of the nonce of a TLS 1.2 record.
+/// Returns the explicit part of the nonce of a TLS 1.2 record.
 #[must_use]
 pub fn explicit_nonce(record: &[u8]) -> [u8; 8] {
     record[HEADER..HEADER + 8]
@@ -273,7 +278,7 @@ pub fn explicit_nonce(record: &[u8]) -> [u8; 8] {
         .expect("the nonce has eight bytes")
 }
 
-/// Seals or opens the records of one direction.
+/// Encrypts or decrypts the records of one direction.
 #[derive(Debug)]
 pub struct Half {
     key: LessSafeKey,
@@ -281,7 +286,7 @@ pub struct Half {
 }
 
 impl Half {
-    /// Starts with the first record of `keys`.
+    /// Creates a half whose next record is the first record of `keys`.
     ///
     /// # Panics
     /// Never: a key of 32 bytes is valid.
@@ -294,10 +299,10 @@ impl Half {
         }
     }
 
-    /// Seals the next record with `content`.
+    /// Encrypts `content` as the next record.
     ///
     /// # Panics
-    /// Never for up to 16 KiB.
+    /// Never for content of up to 16 KiB.
     pub fn seal(&mut self, kind: u8, content: &[u8]) -> Vec<u8> {
         let mut sealed = content.to_vec();
         let (shown, outer, length) = match self.keys.version {
@@ -320,11 +325,12 @@ impl Half {
         record
     }
 
-    /// Seals the next record of TLS 1.3 application data in place. The content lies between
-    /// [`HEADER`] bytes for the header and 17 bytes for the content type and the tag.
+    /// Encrypts the next record of TLS 1.3 application data in place. In the buffer, [`HEADER`]
+    /// bytes for the header precede the content, and 17 bytes for the content type and the tag
+    /// follow it.
     ///
     /// # Panics
-    /// The buffer is shorter than that.
+    /// The buffer is too short for the header, the content type and the tag.
     pub fn seal_in_place(&mut self, record: &mut [u8]) {
         let length = record.len() - HEADER;
         let (header, body) = record.split_at_mut(HEADER);
@@ -340,8 +346,8 @@ impl Half {
         self.keys.sequence = self.keys.sequence.wrapping_add(1);
     }
 
-    /// Opens a record. Returns its type and content, or `None` if it is not the next record of this
-    /// direction.
+    /// Decrypts a record. Returns its type and content, or `None` if it is not the next record of
+    /// this direction.
     pub fn open(&mut self, record: &[u8]) -> Option<(u8, Vec<u8>)> {
         let (header, body) = record.split_at_checked(HEADER)?;
         let (shown, sealed, length) = match self.keys.version {
@@ -368,8 +374,8 @@ impl Half {
         Some(content)
     }
 
-    /// The explicit part of the nonce. In TLS 1.2 a sender may choose any value that it never
-    /// repeats.
+    /// Returns the explicit part of the nonce. In TLS 1.2, a sender may choose any value that it
+    /// has not used before.
     fn shown(&self) -> [u8; 8] {
         self.keys.sequence.to_be_bytes()
     }
@@ -386,7 +392,7 @@ impl Half {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// The additional authenticated data.
+    /// Returns the additional authenticated data of a record.
     fn aad(&self, kind: u8, length: usize) -> Vec<u8> {
         let mut aad = Vec::new();
         if self.keys.version == Version::V1_2 {
@@ -397,7 +403,7 @@ impl Half {
     }
 }
 
-/// Creates a file in memory with this content.
+/// Creates a file in memory with this content. The file has no name.
 ///
 /// # Panics
 /// /dev/shm cannot be written.
@@ -418,7 +424,7 @@ pub fn file(content: &[u8]) -> fs::File {
     file
 }
 
-/// Creates a pipe of the maximum size. Returns the reading and the writing end.
+/// Creates a pipe with a capacity of 1 MiB. Returns the reading end and the writing end.
 ///
 /// # Panics
 /// No file descriptors are available.

@@ -1,4 +1,4 @@
-//! VM processes inside the machine, and migrations with limits for an emulated machine.
+//! VM processes inside the emulated machine, and options with time limits for migrations in it.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -12,14 +12,14 @@ use serde_json::Value;
 use crate::handoff::Background;
 use crate::sessions::netns;
 
-/// A VM's process, fully confined by this kernel.
+/// A VM's process, which must be fully confined by this kernel.
 pub struct Vm {
     lines: Box<dyn Iterator<Item = String>>,
     _process: Background,
 }
 
 impl Vm {
-    /// Starts a VM's process with a command that lacks only the options for confinement and output.
+    /// Starts a VM's process. The options for confinement and output are added to the command.
     ///
     /// # Panics
     /// The command does not start.
@@ -38,8 +38,8 @@ impl Vm {
         }
     }
 
-    /// Starts a VM's process on a host of [`crate::sessions`]; `line` holds the arguments of the command
-    /// `dunlin`.
+    /// Starts a VM's process on a host of [`crate::sessions`]. `line` contains the arguments of the
+    /// command `dunlin`.
     ///
     /// # Panics
     /// The command does not start.
@@ -56,11 +56,11 @@ impl Vm {
         Self::start(&mut command)
     }
 
-    /// Waits for an event; returns it with this value. Expects the event of a complete confinement
-    /// before it.
+    /// Waits for the event `name` and returns its JSON value. The event of a complete confinement
+    /// must come before it.
     ///
     /// # Panics
-    /// The process ends first, or is not fully confined.
+    /// The process ends first or is not fully confined.
     #[must_use]
     pub fn until(mut self, name: &str) -> (Self, Value) {
         let mut is_confined = false;
@@ -80,7 +80,7 @@ impl Vm {
     }
 }
 
-/// Runs `vm migrate --json` on host a of [`crate::sessions`] and returns its last event.
+/// Runs `vm migrate --json` on host a of [`crate::sessions`], and returns the command's last event.
 ///
 /// # Panics
 /// The command does not start, or prints nothing.
@@ -97,7 +97,7 @@ pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
     serde_json::from_str(last).expect("a JSON object")
 }
 
-/// Options of a source with limits for an emulated machine.
+/// Returns the options of a source, with time limits for an emulated machine.
 ///
 /// # Panics
 /// The other options conflict with these limits.
@@ -114,7 +114,7 @@ pub fn slowly(options: OptionsBuilder) -> Options {
         .expect("the limits are consistent")
 }
 
-/// Options of a destination with limits for an emulated machine.
+/// Returns the options of a destination, with time limits for an emulated machine.
 ///
 /// # Panics
 /// Never: the limits are consistent.

@@ -21,8 +21,8 @@ use dunlin_linux::socket::Accepted;
 const ACCEPTS_PER_ROUND: usize = 16;
 /// How long to stop accepting after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
-/// Minimum age of a client that is evicted because descriptors or memory ran out: an honest
-/// handshake ends within this time.
+/// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
+/// client completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;
@@ -30,7 +30,8 @@ const LISTENER: u64 = u64::MAX - 1;
 
 pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
-    /// The pending clients by number, and therefore sorted by age.
+    /// The pending clients by number. A newer client has a higher number, so the clients are sorted
+    /// by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
     buffer: HelloBuffer,
@@ -150,7 +151,8 @@ impl AcceptLoop {
         self.listen(listener)
     }
 
-    /// Evicts a client past its grace period, or reports that there is none.
+    /// Evicts a client past its grace period. Reports [`Event::Starved`] if there is no client to
+    /// evict.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
@@ -211,8 +213,8 @@ impl AcceptLoop {
                     return;
                 };
                 let (from, name) = (client.from, client.name.clone());
-                // Remove the socket explicitly: epoll reports it until its last descriptor in any process
-                // is closed.
+                // Remove the socket explicitly. Otherwise, epoll reports it until its last
+                // descriptor in any process is closed, and the receiver gets a descriptor, too.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }
@@ -322,7 +324,8 @@ mod tests {
         assert_eq!(at(&[1], Duration::ZERO), Shortage::Wait);
         assert_eq!(at(&[1], before), Shortage::Wait);
         assert_eq!(at(&[1], SHORTAGE_GRACE), Shortage::Evict(0));
-        // The client with the least progress is not the oldest, so its grace period ends later.
+        // The client with the least progress is younger than the oldest client, so its grace period
+        // ends later.
         let younger = SHORTAGE_GRACE + Duration::from_millis(1);
         assert_eq!(at(&[2, 1, 1], SHORTAGE_GRACE), Shortage::Wait);
         assert_eq!(at(&[2, 1, 1], younger), Shortage::Evict(1));

@@ -1,4 +1,4 @@
-//! The handle of a listener with its threads, and how the threads are ended.
+//! The handle of a listener and its threads. Dropping the handle ends the threads.
 
 use dunlin_lane::sync::{lock, wait};
 use std::net::{SocketAddr, TcpListener};
@@ -19,9 +19,10 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 use dunlin_lane::splice::Stop;
 
-/// A listener with its threads and clients. Dropping it closes the listener and all forwarded clients
-/// immediately, refuses the clients that wait for their receiver to accept, and waits for the other
-/// hand-overs, which take at most five seconds. Sockets that were handed over stay open.
+/// A listener with its threads and clients. Dropping it closes the listener and all forwarded
+/// clients immediately, and refuses the clients that wait for their receiver to accept. It then
+/// waits for the hand-overs that are in progress, which takes at most five seconds. Sockets that
+/// were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,
@@ -85,8 +86,9 @@ impl Acceptor {
         self.address
     }
 
-    /// Stops accepting, and waits for at most `limit` until all clients have been handed over, or have
-    /// closed their connections to the backend. Closes the others, and returns their number.
+    /// Stops accepting, and waits for at most `limit` until all clients have been handed over, or
+    /// have closed their connections to the backend. Then closes the remaining clients, and returns
+    /// their number.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         let mut state = lock(&self.shared.state);
@@ -117,7 +119,8 @@ impl Drop for Acceptor {
         for one in state.forwarded.values() {
             one.abort();
         }
-        // Each forwarded client was stopped, and each hand-over waits for at most a few seconds.
+        // This loop ends: each forwarded client was stopped, and each hand-over takes at most a few
+        // seconds.
         while !state.is_idle() {
             state = wait(&self.shared.changed, state, None);
         }

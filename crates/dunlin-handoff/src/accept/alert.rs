@@ -1,4 +1,4 @@
-//! The alert for a client after its handshake, if the kernel cannot get the keys.
+//! The alert for a client after its handshake, if the keys cannot be installed in the kernel.
 
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::cipher::{OutboundChunks, OutboundPlainMessage};

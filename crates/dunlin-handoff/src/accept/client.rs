@@ -44,8 +44,8 @@ enum Stage {
     Hello(usize),
     /// The handshake with a client that requested a hand-off name.
     Handshake(Box<Greeting>),
-    /// The client is refused. The stage lasts until the client has read the alert, and at most this many
-    /// bytes are discarded.
+    /// The client is refused. The stage ends when the client has read the alert and disconnected,
+    /// or when this many further bytes have been discarded.
     Lingering(usize),
 }
 
@@ -78,7 +78,7 @@ impl Client {
     }
 
     /// Progress, for evictions: 0 refused, 1 silent, 2 partial hello, 3 handshake. Clients in their
-    /// handshake have cost this host a signature; they are evicted last.
+    /// handshake are evicted last, because this host has already computed a signature for them.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::Lingering(_) => 0,
@@ -193,8 +193,8 @@ impl Client {
         Step::Refused(refusal)
     }
 
-    /// Waits before closing: closing a socket with unread bytes resets the connection, and the
-    /// reset can overtake the alert.
+    /// Waits before closing, because closing a socket with unread bytes resets the connection, and
+    /// the reset can overtake the alert.
     fn linger(&mut self) {
         // These two calls fail only if the client has disconnected.
         let _ = self.readable_from(1);
@@ -258,8 +258,8 @@ mod tests {
         bytes
     }
 
-    /// After each look the kernel reports the socket only when the number of bytes that the look
-    /// requires has arrived.
+    /// After [`Client::look`], the kernel reports the socket only when the number of bytes that the
+    /// next step needs has arrived.
     #[test]
     fn i7_a_partial_hello_is_reported_only_when_the_next_step_can_succeed() {
         let (acceptor, _events) = acceptor(Target::Tcp("127.0.0.1:9".to_owned()), 1);

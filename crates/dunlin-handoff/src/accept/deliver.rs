@@ -39,8 +39,8 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
     // names.
     let mut state = lock(&shared.state);
     let waiting = state.handovers.entry(index).or_default();
-    // In addition to `most` hand-overs, the same number of refused clients may wait for their alert.
-    // Further clients are closed without an alert.
+    // Besides `most` hand-overs, up to `most` refused clients may wait until they have read their
+    // alert. The connections of further clients are closed without an alert.
     let gets_alert = *waiting < 2 * most;
     let is_excess = *waiting >= most;
     if gets_alert {
@@ -78,8 +78,8 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
         to: to.clone(),
         source,
     };
-    // Connect before the kernel gets the keys: if there is no receiver, this process can still send
-    // the client an alert.
+    // Connect before the keys are in the kernel. If there is no receiver, this process can then
+    // still send the client an alert.
     let receiver = match connect_unix(to, deadline, shared.stop.wakeup()) {
         Ok(receiver) => receiver,
         Err(error) => {
@@ -172,7 +172,8 @@ mod tests {
         until("the client waits for its receiver", || {
             !lock(&acceptor.shared.state).handovers.is_empty()
         });
-        // Close this direction, so that the acceptor does not wait until the client has read the alert.
+        // End the client's stream, so that the acceptor does not wait until the client has read the
+        // alert.
         near.shutdown(Shutdown::Write).unwrap();
         drop(acceptor);
         assert_eq!(refusals.recv_timeout(TIMEOUT), Ok(FaultCode::Ended));

@@ -1,8 +1,9 @@
 //! Forwards clients to the backend, each on its own connection, with all bytes unchanged.
 //!
-//! Each forwarded client has two threads, and the number of clients is limited. At the limit, the client
-//! that has been idle for longest is evicted for a new one, if it has been idle for long enough. The
-//! minimum is shorter for a client that has sent only its hello. An active client is never evicted.
+//! Each forwarded client has two threads, and the number of clients is limited. At the limit, a new
+//! client replaces the client that has been idle for longest, if its idle time exceeds a minimum.
+//! The minimum is shorter for a client that has sent only its hello. An active client is never
+//! evicted.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -26,12 +27,12 @@ use dunlin_lane::dial::{Connector, StandardConnector};
 use dunlin_lane::splice::{Pause, Stop, carry};
 use dunlin_linux::splice::Conduit;
 
-/// Idle time after which a client that has sent only its hello may be evicted: an honest client has
-/// answered the backend by then.
+/// Idle time after which a client that has sent only its hello may be evicted. A well-behaved
+/// client has answered the backend by then.
 const GRACE: Duration = Duration::from_secs(1);
-/// Idle time after which any other client may be evicted. It exceeds the time that a disk or a busy
-/// backend makes a client wait. Connections that clients keep open for later requests can therefore be
-/// evicted.
+/// Idle time after which any other client may be evicted. A slow disk or a busy backend makes a
+/// client wait for less than this time. A connection that a client keeps open for later requests
+/// can be evicted.
 const IDLE: Duration = Duration::from_secs(10);
 /// Maximum number of evicted clients that still have threads. They do not count towards the limit of
 /// forwarded clients. Each has at most six descriptors. Two of these are for a name lookup, which ends
@@ -162,7 +163,7 @@ impl Forwarded {
 
     fn carry(&self, shared: &Arc<Shared>, backend: &OwnedFd) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
-        // If this fails, a reset is still reported, but only by the next read or write.
+        // If this registration fails, a reset is reported only by the next read or write.
         let watched = |side| token(self.number, Some(side));
         let _ = shared
             .epoll
@@ -195,8 +196,8 @@ impl Forwarded {
         })
     }
 
-    /// Returns the outcome of splicing from `side` to `to`, which ended with `pause`. If the stream from
-    /// `side` has ended, shuts down the direction to `to`.
+    /// Returns the outcome of splicing from `side` to `to`. `pause` is the reason why the splicing
+    /// ended. If the stream from `side` has ended, shuts down the direction to `to`.
     fn spliced(&self, pause: Pause, side: Side, to: &impl AsFd) -> Result<(), Refusal> {
         let error = match pause {
             Pause::Ended => {
@@ -211,8 +212,8 @@ impl Forwarded {
                 self.give_up();
                 error
             }
-            // `to` accepts no more bytes. The other direction still carries the last bytes from `to`, and
-            // then its end or failure.
+            // `to` accepts no more bytes. The other direction still delivers the last bytes from
+            // `to`, until the stream from `to` ends or fails.
             Pause::To(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
                 error
@@ -294,8 +295,8 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
     }
 }
 
-/// Makes the close reset the connection. A unix socket ignores the option: it reports a reset to its
-/// peer if it is closed with unread bytes (unix(7)).
+/// Makes close(2) reset the connection. A unix socket ignores the option, but reports a reset to
+/// its peer if it is closed with unread bytes (unix(7)).
 fn reset(socket: impl AsFd) {
     // Fails only if the peer has disconnected.
     let _ = set_reset_on_close(socket);

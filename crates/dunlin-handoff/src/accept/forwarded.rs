@@ -29,9 +29,10 @@ pub(super) struct Forwarded {
 }
 
 impl Forwarded {
-    /// Called when epoll has reported that the connection of `side` failed. A thread that reads from that
-    /// connection delivers the remaining bytes and then gets the error. If the stream from `side` has
-    /// ended, no thread reads any more, so this stops the thread that writes.
+    /// Called when epoll has reported that the connection of `side` failed. A thread that reads
+    /// from that connection delivers the remaining bytes and then gets the error. If the stream
+    /// from `side` has already ended, no thread reads from the connection, so this function stops
+    /// the thread that writes to it.
     pub(super) fn fails(&self, side: Side) {
         self.has_failed[side as usize].store(true, Ordering::SeqCst);
         self.settle(side);
@@ -54,7 +55,7 @@ impl Forwarded {
         self.stop.request();
     }
 
-    /// Closes both connections without waiting for the rest of the bytes.
+    /// Closes both connections without waiting for the bytes that have not been forwarded.
     pub(super) fn abort(&self) {
         self.stop.request();
     }

@@ -10,10 +10,10 @@
 //! - `acceptor`: the listener's handle; `shared` is the state that all of its threads share.
 //! - `accept_loop`: the accepting thread. It owns each client until its name is known, and performs the
 //!   handshakes.
-//! - `client`: one of those clients. Its hello stays in the socket (MSG_PEEK); epoll reports the socket
-//!   again only when enough bytes for the next step have arrived.
+//! - `client`: a client that the accepting thread owns. Its hello stays in the socket (MSG_PEEK);
+//!   epoll reports the socket again only when enough bytes for the next step have arrived.
 //! - `deliver`: passes the sockets of hand-off names to their receivers.
-//! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one such
+//! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one forwarded
 //!   client.
 //! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
 //!
@@ -68,7 +68,7 @@ pub enum Target {
     Unix(PathBuf),
 }
 
-/// The server for clients of all other names.
+/// The server for clients that request no hand-off name.
 #[derive(Clone, Debug)]
 pub struct Backend {
     /// The server's address.
@@ -106,14 +106,14 @@ impl Default for Limits {
     }
 }
 
-/// Returns the line that is sent with a socket, without its line break.
+/// Returns the line of text that is sent with a socket, without its line break.
 pub type Description = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
 
 /// Options of an acceptor.
 pub struct Options {
-    /// The names of the connections to hand over.
+    /// The server names of the connections to hand over. Other connections go to the backend.
     pub names: Vec<HandoffName>,
-    /// The server for all other names. Without one, clients of other names are refused.
+    /// The server for clients that request no hand-off name; `None` to refuse these clients.
     pub backend: Option<Backend>,
     /// Whether clients that do not speak TLS are forwarded too.
     pub forwards_plain: bool,
@@ -149,8 +149,8 @@ pub enum Refusal {
     /// The client did not complete its handshake in time.
     #[error("TLS handshake timed out")]
     Deadline,
-    /// The client was evicted for a newer one, because as many clients as [`Limits::pending`] allows were
-    /// pending.
+    /// The client was evicted for a newer client, because the number of pending clients had reached
+    /// [`Limits::pending`].
     #[error("evicted for a newer client: limit of pending handshakes reached ({0})")]
     Evicted(usize),
     /// The client was evicted because descriptors or memory ran out.
@@ -182,13 +182,15 @@ pub enum Refusal {
         /// The error.
         source: io::Error,
     },
-    /// As many sockets of this name as [`Limits::handovers`] allows wait for the receiver.
+    /// The number of sockets of this name that wait for the receiver has reached
+    /// [`Limits::handovers`].
     #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept them")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]
     BackendUnreachable(#[source] io::Error),
-    /// As many clients as [`Limits::forwarded`] allows are forwarded, and all of them are active.
+    /// The number of forwarded clients has reached [`Limits::forwarded`], and all of them are
+    /// active.
     #[error("limit of forwarded clients reached ({0}): raise the limit")]
     TooManyForwarded(usize),
     /// The client was forwarded, and its connection or the connection to the backend
@@ -246,7 +248,7 @@ impl From<HandshakeError> for Refusal {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// The receiver has a socket.
+    /// A socket was passed to its receiver.
     HandedOver {
         /// The connection.
         arrived: Box<Arrived>,
@@ -260,7 +262,7 @@ pub enum Event {
         /// The requested name.
         name: Option<String>,
     },
-    /// A client was refused, or its connection was closed before it had ended.
+    /// A client was refused, or its connection ended with an error.
     Refused {
         /// The client's address.
         from: SocketAddr,
@@ -269,8 +271,8 @@ pub enum Event {
         /// The reason.
         refusal: Refusal,
     },
-    /// The kernel has no TLS when the acceptor starts: clients of hand-off names are refused, all
-    /// others are forwarded.
+    /// The kernel has no TLS when the acceptor starts. Clients of hand-off names are therefore
+    /// refused, and all other clients are forwarded.
     NoKernelTls(Refused),
     /// Descriptors or memory ran out, and there is no client to evict. Reported once until accepting
     /// succeeds again.

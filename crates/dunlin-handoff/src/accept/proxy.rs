@@ -6,9 +6,9 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 /// The header's version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyHeader {
-    /// A line of text.
+    /// Version 1: a line of text.
     V1,
-    /// A block of bytes.
+    /// Version 2: a block of bytes.
     V2,
 }
 

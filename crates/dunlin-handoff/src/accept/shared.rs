@@ -25,14 +25,15 @@ pub(super) struct Shared {
     pub(super) changed: Condvar,
     pub(super) waker: Waker,
     pub(super) wakeup: Wakeup,
-    /// When it is requested, pending clients are dropped immediately, and hand-overs no longer wait for
-    /// their receiver.
+    /// When a stop is requested, pending clients are dropped immediately, and hand-overs no longer
+    /// wait for their receiver.
     pub(super) stop: Stop,
 }
 
 #[derive(Default)]
 pub(super) struct State {
-    /// The forwarded clients by number, and therefore sorted by age.
+    /// The forwarded clients by number. A newer client has a higher number, so the clients are
+    /// sorted by age.
     pub(super) forwarded: BTreeMap<u64, Arc<Forwarded>>,
     /// The number of hand-overs in progress, by the index of the hand-off name.
     pub(super) handovers: BTreeMap<usize, usize>,

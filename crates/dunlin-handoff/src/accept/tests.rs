@@ -21,7 +21,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode
     acceptor_of(Vec::new(), to, most)
 }
 
-/// What both sides of a handshake allow.
+/// The TLS parameters that the client and the server of a test allow.
 pub(super) fn offer() -> Offer {
     let ciphers = "TLS_AES_256_GCM_SHA384";
     Offer::new(TlsVersion::V1_3, ciphers, "X25519", Provider::built_in()[0]).unwrap()
@@ -42,7 +42,7 @@ pub(super) fn acceptor_of(
         inspector: Box::new(()),
         limits: Limits {
             forwarded: most,
-            // This timeout is longer than every test.
+            // This timeout is longer than every test, so it never expires.
             connect_timeout: 10 * TIMEOUT,
             ..Limits::default()
         },
@@ -52,7 +52,7 @@ pub(super) fn acceptor_of(
     let tls = identity.handoff_server(offer(), None).unwrap();
     let acceptor = Acceptor::start(listener, tls, options, move |event: &Event| {
         if let Event::Refused { refusal, .. } = event {
-            // A test that ignores events has dropped the receiver.
+            // Sending fails if a test that ignores events has dropped the receiver.
             let _ = sender.send(refusal.code());
         }
     });

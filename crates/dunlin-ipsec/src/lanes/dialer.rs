@@ -1,4 +1,4 @@
-//! The side that opens lanes: sessions with a peer, and connections from their ports.
+//! The side that opens lanes over IPsec. It starts sessions with a peer and connects from their ports.
 
 use std::collections::HashMap;
 use std::mem;
@@ -28,12 +28,12 @@ const SESSIONS_TRIED: usize = 3;
 /// The interval at which a lane that waits for a session checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Opens lanes over IPsec. Dropping it ends its sessions. The drop first waits until their
-/// connections are closed, for at most the options' `quiet_wait`.
+/// Opens lanes over IPsec. Dropping the dialer ends its sessions, after it has waited for at most
+/// `quiet_wait` (see [`Options`](crate::Options)) until their connections are closed.
 #[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
-    /// The sessions by endpoint and required peer, because a session is between two addresses.
+    /// The sessions for each endpoint and its required peer.
     toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
 }
@@ -47,8 +47,8 @@ struct Toward {
     is_making: bool,
     /// The newest session is last; earlier ones have no free port or have ended.
     sessions: Vec<Arc<LaneSession>>,
-    /// Ports of ended sessions. Their connections may still exist, so these ports are reused only
-    /// when all others are in use.
+    /// Ports of ended sessions. Connections from these ports may still exist. Therefore these ports
+    /// are reused only when no other block of ports is free.
     over: Vec<PortRange>,
 }
 
@@ -89,9 +89,9 @@ impl IpsecDialer {
         }
     }
 
-    /// Opens a connection to the request's endpoint, over an existing or a new session with its
-    /// peer. Must be called on the thread of the lane, because mode cpu pins the calling thread to
-    /// one CPU.
+    /// Opens a connection to the request's endpoint, over an existing or a new session with the
+    /// request's peer. Must be called on the thread of the lane, because mode cpu pins the calling
+    /// thread to one CPU.
     ///
     /// # Errors
     /// The deadline has passed, or the request was cancelled. A session that is still being set

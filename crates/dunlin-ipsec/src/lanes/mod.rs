@@ -10,8 +10,8 @@
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   IpsecDialer ─▶ separate connection (TLS): a keying session's ═══════════▶ take
-//!    │      offer, to the listener of the lanes, for 64 source ports
+//!   IpsecDialer ─▶ TLS connection to the listener of the lanes, with the ═══▶ take
+//!    │      offer of a keying session for 64 source ports
 //!    ▼
 //!   ProtectedLane: a lane ── from one of these ports, by ESP ────────────▶ covers
 //!    ▲
@@ -63,13 +63,12 @@ use session::{LaneSession, refresh_route};
 /// that closes a connection keeps its port for a minute (TIME_WAIT). It is a power of two, so that
 /// one policy in each direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
-/// The maximum number of offers that wait for an answer. Offers come from authorised peers; further
-/// offers are dropped.
+/// The maximum number of offers from peers that wait for an answer. Further offers are dropped. Only
+/// authorised peers can make offers.
 const OFFERS: usize = 8;
-/// The maximum number of accepted lanes that wait for an SA for the packets in the reverse
-/// direction.
+/// The maximum number of accepted lanes that wait for an SA for the packets that this side sends.
 const ANSWERING: usize = 256;
-/// How long an accepted lane waits for an SA for the packets in the reverse direction.
+/// How long an accepted lane waits for an SA for the packets that this side sends.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
 /// The interval at which ended sessions and accepted lanes are handled.
 const TICK: Duration = Duration::from_millis(100);
@@ -103,7 +102,7 @@ struct Shared {
 /// The offer of a session by a peer, and its control connection.
 type Offered = (ControlStream, Opening);
 
-/// An accepted lane whose packets in the reverse direction still use the fallback SA.
+/// An accepted lane on which this side still sends with the fallback SA.
 struct Answering {
     lane: TcpStream,
     cpu: u32,
@@ -149,7 +148,7 @@ impl IpsecLanes {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
         let mut options = options;
-        // SAs for CPUs are requested when the first lane needs one.
+        // Empty the list, so that a session requests the SA of a CPU only when the first lane needs it.
         let cpus = std::mem::take(&mut options.cpus);
         let shared = Arc::new(Shared {
             site: Site {
@@ -174,8 +173,8 @@ impl IpsecLanes {
         })))
     }
 
-    /// Checks that a plain lane from the peer that `is_peer` recognises uses the SAs of a keying
-    /// session with that peer. If it does, no unprotected packet from the lane's source port
+    /// Checks that a plain lane uses the SAs of a keying session with the lane's peer, which
+    /// `is_peer` recognises. If the lane uses them, no unprotected packet from the lane's source port
     /// reaches this host (I6).
     ///
     /// # Errors
@@ -310,9 +309,9 @@ impl Shared {
         is_agreed.then_some(false)
     }
 
-    /// Moves the packets in the reverse direction of each accepted lane to the SA of the CPU that
+    /// Moves the packets that this side sends on each accepted lane to the SA of the CPU that
     /// received the lane's handshake. If that CPU has no SA, requests one and moves the lane when
-    /// it is installed.
+    /// the SA is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {
@@ -345,12 +344,12 @@ impl Shared {
     }
 }
 
-/// Makes the kernel look up the route on this CPU now. Otherwise the next acknowledgement would
+/// Makes the kernel look up the route on `cpu` now. Otherwise the next acknowledgement would
 /// trigger the lookup on the CPU of the reading thread. If that CPU has no SA, the connection would
 /// stay on the fallback SA.
 fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
-    // If this process may not use that CPU, the next packet sent on that CPU triggers the lookup.
+    // If this process may not use `cpu`, the CPU that sends the next packet looks up the route.
     let there = pin_to(cpu as usize);
     let looked = refresh_route(connection).and_then(|()| match there {
         Ok(()) => send_window(connection),

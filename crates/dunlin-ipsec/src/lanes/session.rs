@@ -130,7 +130,7 @@ pub(super) struct LaneSession {
     /// CPUs that did not get their own SA in time.
     unserved: Mutex<BTreeSet<u32>>,
     last: Mutex<Look>,
-    /// The number of checks that found stray lanes.
+    /// The number of checks that found lanes with another SA than that of their CPU.
     strayed: AtomicU64,
 }
 
@@ -147,8 +147,8 @@ struct LaneEntry {
 /// A connection that uses only the SAs of a session.
 #[derive(Debug)]
 pub struct ProtectedLane {
-    /// The connection. In mode cpu the calling thread is pinned to the CPU that has the
-    /// connection's SA.
+    /// The connection. In mode cpu the calling thread is pinned to the CPU to which the
+    /// connection's SA belongs.
     pub stream: TcpStream,
     /// The entry in the session; the lane's thread must keep it as long as the lane exists.
     pub hold: LaneHold,
@@ -183,7 +183,8 @@ impl LaneHold {
 
 /// Makes the kernel look up the route of a connection, and with it the SA, at the next send.
 pub(super) fn refresh_route(connection: &TcpStream) -> io::Result<()> {
-    /// A class other than that of lanes: CS1, low priority. No packet is sent with it.
+    /// The traffic class CS1 (low priority), which lanes do not use. Each change of the class makes
+    /// the kernel discard the route. No packet is sent with this class.
     const OTHER: u8 = 0x20;
     set_traffic_class(connection, OTHER)?;
     set_traffic_class(connection, 0)
@@ -341,7 +342,8 @@ impl LaneSession {
         if self.mode != Mode::Cpu {
             return;
         }
-        // The session itself detects SAs that another program removed.
+        // Without counters, nothing can be compared. The session itself detects SAs that another
+        // program removed.
         let Some(now) = self.look() else {
             return;
         };
@@ -355,7 +357,7 @@ impl LaneSession {
                 entry.has_strayed.store(true, Ordering::Relaxed);
             }
         }
-        // Report permanent strays less and less often, not every second.
+        // If the lanes cannot be moved back, report them at increasing intervals instead of every second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
                 observer.event(&Event::Strayed {

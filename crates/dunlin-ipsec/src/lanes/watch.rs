@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::ipsec::Sender;
 
-/// Fewer bytes than this are not significant: a segment may be counted on either side of a sample.
+/// Fewer bytes than this are not significant, because the counters of lanes and of SAs are not read at
+/// the same instant.
 const LEAST_BYTES: u64 = 64 << 10;
 
 /// One sample of all counters.
@@ -17,7 +18,7 @@ const LEAST_BYTES: u64 = 64 << 10;
 pub(super) struct Look {
     /// For each outbound SA, its SPI and byte count, read just before the byte counts of the lanes.
     pub(super) before: BTreeMap<Sender, (u32, u64)>,
-    /// For each lane, by its number, its CPU and the number of bytes that it sent.
+    /// For each lane number, the CPU of the lane and the number of bytes that the lane sent.
     pub(super) lanes: BTreeMap<u64, (u32, u64)>,
     /// Like `before`, but read just after the byte counts of the lanes.
     pub(super) after: BTreeMap<Sender, (u32, u64)>,
@@ -33,8 +34,8 @@ pub(super) struct Stray {
     pub(super) carried: u64,
 }
 
-/// Returns the CPUs with lanes that strayed between two samples. CPUs without an SA, and SAs that
-/// were replaced by a new epoch between the samples, are skipped.
+/// Returns the CPUs with lanes that used an SA of another CPU or the fallback SA between two samples.
+/// Skips CPUs without an SA, and CPUs for which a new epoch replaced the SA between the samples.
 pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
     let carried = |sender: Sender| {
         let (spi, before) = last.before.get(&sender)?;
@@ -63,8 +64,8 @@ pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
         .lanes
         .values()
         .all(|(cpu, _)| now.after.contains_key(&Sender::Cpu(*cpu)));
-    // No lane's deficit is large enough to be detected, but the fallback SA carried bytes although
-    // each CPU has its own SA. Report all CPUs that sent.
+    // No CPU's deficit is large enough to be detected, but the fallback SA carried bytes although
+    // each CPU has its own SA. Report all CPUs with lanes that sent.
     if behind.is_empty() && all_served && carried(Sender::Fallback) >= Some(LEAST_BYTES) {
         return served.into_iter().filter(|one| one.sent > 0).collect();
     }

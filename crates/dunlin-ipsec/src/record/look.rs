@@ -1,4 +1,4 @@
-//! Reads records without taking them over: those of living and of dead processes.
+//! Reads the records of living and of dead processes without taking them over.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +9,7 @@ use super::{IpsecError, Record, RecordDirectory, Scope, header, io_error, is_loc
 /// How many times to open a record that its process rewrites at the same time.
 const TRIES: usize = 4;
 
-/// A record, and whether a process holds it.
+/// A record, and whether a process has locked it.
 pub(crate) type Seen = Result<(Record, bool), IpsecError>;
 
 impl RecordDirectory {
@@ -19,10 +19,10 @@ impl RecordDirectory {
         directory.is_dir().then_some(Self { directory })
     }
 
-    /// Reads all records in this namespace and determines whether a process holds each. The caller
-    /// must hold the directory's [lock](RecordDirectory::lock): this call locks each record for a
-    /// moment. Another process without the directory's lock could then consider a dead owner alive,
-    /// or could fail to create a record.
+    /// Reads all records in this namespace, and checks for each whether a process has locked it.
+    /// The caller must hold the directory's [lock](RecordDirectory::lock), because this call locks
+    /// each record for a moment. Without the directory's lock, another process could see that
+    /// short lock and consider a dead owner alive, or could fail to create a record.
     pub(crate) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
         let header = header()?;
         let paths = self.paths()?.into_iter();
@@ -32,7 +32,7 @@ impl RecordDirectory {
     }
 }
 
-/// Reads a record, and checks whether a process holds it. Returns `None` if the record is gone or
+/// Reads a record, and checks whether a process has locked it. Returns `None` if the record is gone or
 /// belongs to another namespace.
 fn look(path: &Path, header: &str) -> Result<Option<(Record, bool)>, IpsecError> {
     for _ in 0..TRIES {

@@ -4,7 +4,7 @@ use dunlin_test_base::Scratch;
 
 use super::*;
 
-/// A directory that is removed with the test.
+/// A directory that is removed at the end of the test.
 struct Directory(Scratch);
 
 impl Directory {
@@ -243,8 +243,8 @@ fn a_damaged_record_is_reported_and_kept() {
             other => panic!("{other}"),
         }
     };
-    // Overwrite a block with zeros: in the header, within a line, and across the end of a line.
-    // Then write an unknown operator.
+    // Overwrite bytes with zeros in the header, within a line, and across the end of a line. Then
+    // replace an operator by an unknown one.
     assert_eq!(first(0, 8), 1);
     assert_eq!(first(lines[0] + 1, lines[0] + 3), 2);
     assert_eq!(first(lines[1] - 2, lines[1] + 4), 2);
@@ -296,7 +296,7 @@ fn owner() -> Owner {
     line.parse().unwrap()
 }
 
-/// Reads the only record in the directory: objects, owner, and whether a process holds it.
+/// Reads the only record in the directory: objects, owner, and whether a process has locked it.
 fn seen(directory: &Directory) -> (Vec<Object>, Option<Owner>, bool) {
     let records = directory.records();
     let _lock = records.lock(Duration::from_secs(5)).unwrap();

@@ -131,7 +131,7 @@ impl Driver {
     }
 
     /// Called after this session's own policies are installed. Removes the policies that they
-    /// override, and frees ports that do not belong to this session and that no connection uses.
+    /// override. Also frees the other ports of earlier sessions, if no connection uses them.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,

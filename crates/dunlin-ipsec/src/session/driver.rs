@@ -32,7 +32,7 @@ use dunlin_lane::sync::lock;
 const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long an outbound SA of the previous epoch stays, for packets that were sealed while the
+/// How long an outbound SA of the previous epoch stays installed, for packets that were sealed while the
 /// policies were switched. This time is shorter than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer sent its last packet.
@@ -322,8 +322,8 @@ impl Driver {
 
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
     /// uses the ports. If connections still use them, the ports stay blocked until a later process
-    /// frees them. If the end was not requested, the ports stay blocked without a wait: an attacker
-    /// who can cut a connection, or make a peer send garbage, must not be able to open the ports.
+    /// frees them. If the end was not requested, the ports stay blocked without a wait. Otherwise an
+    /// attacker who can interrupt a connection, or make a peer send garbage, could open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,
@@ -335,8 +335,8 @@ impl Driver {
         };
         let mut record = blocked.record;
         if asked {
-            // The line `ended` lets a later process free the ports if this process dies first. If
-            // the line cannot be written, for example on a full disk, the ports then stay blocked.
+            // If this process dies before it frees the ports, the line `ended` lets a later process
+            // free them. Without the line, for example on a full disk, they would stay blocked.
             let _ = record.end();
         }
         let undo = self.tables.remove_recorded(&mut record)?;

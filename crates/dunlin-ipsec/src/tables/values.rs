@@ -113,8 +113,8 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
 }
 
 /// Whether `other` is a policy of another session between the same two hosts, and the only packets
-/// that match both go *from* ports of one *to* ports of the other. Whichever session applies seals
-/// or blocks these packets, so two sessions with different ports can coexist.
+/// that match both policies go *from* ports of one session *to* ports of the other session. Either
+/// policy seals or blocks these packets, so two sessions with different ports can coexist.
 pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
     let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;
@@ -201,7 +201,7 @@ mod tests {
         for (one, other) in [(from, to), (to, from)] {
             assert!(meet(&one, &other) && only_crosses(&one, &other));
         }
-        // The same direction and ports: these two conflict.
+        // Two policies with the same direction and ports conflict.
         assert!(!only_crosses(&policy(24_576, 0, block), &from));
         // Policies of other programs may let packets pass.
         assert!(!only_crosses(

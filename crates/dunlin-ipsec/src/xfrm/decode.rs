@@ -1,5 +1,5 @@
-//! Decodes the kernel's answers. Unused attributes are skipped; the attribute with the key is
-//! compared in place.
+//! Decodes the kernel's answers. Unused attributes are skipped. The attribute with the key is
+//! compared without a copy of the key.
 
 use std::net::IpAddr;
 

@@ -6,7 +6,8 @@ use dunlin_proto::fault::FaultCode;
 
 use crate::netlink::Failure;
 
-/// Why a request failed; the kernel has changed nothing.
+/// Why a request failed. After [`Error::Socket`] or [`Error::Answer`], the kernel may have performed
+/// the request nevertheless.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -31,7 +32,7 @@ pub enum Error {
          or use another kernel{}", kernel_text(.0)
     )]
     NoEsp(Option<String>),
-    /// The identity is in use.
+    /// Another entry has the same identity.
     #[error("{what} already in use: choose another, or remove the existing entry")]
     Taken {
         /// `SPI` or `selector`.

@@ -2,8 +2,8 @@
 
 use super::VmDescription;
 
-/// Decodes any description: an accepted one is valid and survives encoding and
-/// decoding.
+/// Decodes arbitrary bytes as a description. If decoding succeeds, the configuration must be valid,
+/// and encoding and decoding again must return the same description.
 pub fn fuzz_description(bytes: &[u8]) {
     let Ok(description) = VmDescription::decode(bytes) else {
         return;

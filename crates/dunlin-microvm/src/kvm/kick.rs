@@ -1,9 +1,9 @@
-//! Makes a vCPU thread leave KVM_RUN from another thread, without a lost wake-up.
+//! Makes a vCPU thread leave KVM_RUN, from another thread and without a lost wake-up.
 //!
-//! The vCPU thread blocks the signal, except while KVM runs the guest (KVM_SET_SIGNAL_MASK,
-//! section 4.30 of the kernel's KVM API). A kick that arrives early therefore stays pending
-//! and makes the next KVM_RUN return EINTR immediately. It installs no signal handler, so
-//! it does not change the global state of the embedding program.
+//! The vCPU thread blocks the signal, except while KVM runs the guest (KVM_SET_SIGNAL_MASK, section
+//! 4.30 of the kernel's KVM API). A kick that arrives early therefore stays pending and makes the
+//! next KVM_RUN return EINTR immediately. This module installs no signal handler, so it does not
+//! change the global state of the embedding program.
 
 use std::io;
 use std::marker::PhantomData;
@@ -17,24 +17,25 @@ use rustix::thread::gettid;
 
 use crate::kvm::Vcpu;
 
-/// Wakes one vCPU thread. Shared between that thread and the threads that make it leave
-/// the guest.
+/// Makes one vCPU thread leave the guest. That thread shares this value with the threads that kick
+/// it.
 #[derive(Debug, Default)]
 pub(crate) struct Kick(Mutex<Target>);
 
 #[derive(Debug, Default)]
 struct Target {
-    /// Thread id, while a thread is attached.
+    /// Id of the attached thread, if there is one.
     thread: Option<libc::pid_t>,
-    /// A signal was sent but not yet taken. At most one is queued, so the limit on queued
-    /// signals cannot lose one.
+    /// Whether a signal has been sent but not yet received. At most one signal is queued, so the
+    /// limit on queued signals cannot cause a lost kick.
     sent: bool,
 }
 
 impl Kick {
-    /// Makes the calling thread the target of kicks, until the result is dropped.
+    /// Makes the calling thread the target of kicks, until the returned value is dropped.
     ///
-    /// Call it on the thread that will run `vcpu`, before its first KVM_RUN.
+    /// The caller must be the thread that will run `vcpu`. It must call this function before its
+    /// first KVM_RUN.
     ///
     /// # Errors
     /// An error from KVM_SET_SIGNAL_MASK or pthread_sigmask.
@@ -57,28 +58,29 @@ impl Kick {
         if target.sent {
             return;
         }
-        // SAFETY: tgkill touches no memory. The thread is alive and has the signal blocked: it
-        // clears `thread` under this lock before it unblocks the signal.
+        // SAFETY: tgkill touches no memory. The thread is alive and has the signal blocked, because
+        // it clears `thread` under this lock before it unblocks the signal.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
         assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
         target.sent = true;
     }
 }
 
-/// The calling thread is the target of a [`Kick`].
+/// While this value lives, the calling thread is the target of a [`Kick`].
 #[derive(Debug)]
 pub(crate) struct Attached<'a> {
     kick: &'a Kick,
     old: libc::sigset_t,
-    /// Dropping this value restores the signal mask of its thread, so it must not move to
-    /// another one.
+    /// Makes this type `!Send`: dropping the value restores the signal mask of the current thread,
+    /// so the value must stay on its thread.
     this_thread_only: PhantomData<*const ()>,
 }
 
 impl Attached<'_> {
     /// Clears a pending kick, after KVM_RUN has returned EINTR.
     ///
-    /// Read the kicker's request *after* this call: a kick sent later is pending again.
+    /// Read the kicker's request *after* this call. A kick that is sent after this call makes the
+    /// next KVM_RUN return EINTR again.
     pub(crate) fn take(&self) {
         let mut target = lock(&self.kick.0);
         let only = set_of(signal());
@@ -109,9 +111,9 @@ fn set_of(signal: libc::c_int) -> libc::sigset_t {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` is valid for writes, and sigemptyset initialises all of it.
     unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-    // SAFETY: initialised by the call above.
+    // SAFETY: `set` was initialised by the call above.
     let mut set = unsafe { set.assume_init() };
-    // SAFETY: `set` is a live, initialised set, and the number is that of a signal.
+    // SAFETY: `set` is a live, initialised set, and `signal` is a valid signal number.
     unsafe { libc::sigaddset(&mut set, signal) };
     set
 }
@@ -127,17 +129,17 @@ fn block() -> io::Result<libc::sigset_t> {
     Ok(old)
 }
 
-/// `struct kvm_signal_mask` followed by the kernel's eight-byte set.
+/// `struct kvm_signal_mask`, followed by the kernel's signal set of eight bytes.
 #[repr(C, packed)]
 struct GuestMask {
     length: u32,
     set: u64,
 }
 
-/// Sets the thread's mask while the guest runs: `old` without the signal.
+/// Sets the signal mask that the thread has while the guest runs: `old` without the signal.
 fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
-    /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`; its size is that of the header
-    /// alone.
+    /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`. The size in this number is that of the header
+    /// without the set.
     const KVM_SET_SIGNAL_MASK: libc::c_ulong = 0x4004_ae8b;
     let mut set = 0;
     for number in 1..=64 {
@@ -148,8 +150,8 @@ fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
         }
     }
     let mask = GuestMask { length: 8, set };
-    // SAFETY: the descriptor is that of a vCPU, and the kernel reads `length` bytes after the head,
-    // which are the set.
+    // SAFETY: the descriptor is that of a vCPU. The kernel reads `length` bytes after the header,
+    // and these bytes are the set.
     let code = unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_SET_SIGNAL_MASK, &raw const mask) };
     if code < 0 {
         return Err(io::Error::last_os_error());

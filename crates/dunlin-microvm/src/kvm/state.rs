@@ -1,12 +1,12 @@
-//! The parts of KVM's state, and the ioctls that transfer them as plain bytes.
+//! The parts of KVM's state, and the ioctls that transfer these parts as plain bytes.
 
 use std::io;
 use std::os::fd::RawFd;
 
 use kvm_bindings as kb;
 
-/// The ioctls that read and set a part of the state, and the number of bytes that both
-/// transfer.
+/// The ioctls that read and set a part of the state, and the number of bytes that each of them
+/// transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Interface {
     pub(super) get: libc::c_ulong,
@@ -34,7 +34,8 @@ impl VcpuState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MachineState {
     pub(super) interface: Interface,
-    /// The interrupt chip number at the start of the structure.
+    /// The number of the interrupt chip, which is the first field of its structure. `None` for
+    /// other parts.
     pub(super) chip: Option<u32>,
 }
 
@@ -51,7 +52,7 @@ impl MachineState {
         Self {
             interface: Interface {
                 get: number(READ | WRITE, 0x62, bytes),
-                // Declared with _IOR in the kernel, although it writes.
+                // The kernel declares this ioctl with _IOR, although it sets the state.
                 set: number(READ, 0x63, bytes),
                 bytes,
             },
@@ -67,14 +68,14 @@ impl MachineState {
     }
 }
 
-/// Size of `struct kvm_xsave` before Linux 5.17, and its minimum since.
+/// Size of `struct kvm_xsave` before Linux 5.17, in bytes. Since then it is the minimum size.
 pub(super) const XSAVE_BYTES: usize = 4096;
 
 const READ: u32 = 2;
 pub(super) const WRITE: u32 = 1;
 pub(super) const KVM_GET_XSAVE2: libc::c_ulong = number(READ, 0xcf, XSAVE_BYTES);
 
-/// The number of an ioctl, computed like `_IOC` of asm-generic/ioctl.h.
+/// Returns the number of an ioctl, computed like `_IOC` of asm-generic/ioctl.h.
 pub(super) const fn number(direction: u32, ioctl: u32, bytes: usize) -> libc::c_ulong {
     ((direction << 30) | ((bytes as u32) << 16) | (kb::KVMIO << 8) | ioctl) as libc::c_ulong
 }
@@ -106,10 +107,10 @@ pub(super) fn exchange(
         whole[..chunk.len()].copy_from_slice(chunk);
         *word = u64::from_ne_bytes(whole);
     }
-    // SAFETY: the descriptor is a live KVM descriptor of the kind that this ioctl applies to. The
-    // kernel moves no more than the structure's size, which all callers give as `bytes` and which
-    // lies inside the buffer (for XSAVE the size that KVM_CAP_XSAVE2 gave for this VM); every bit
-    // pattern is valid in the words it writes.
+    // SAFETY: `fd` is a live KVM descriptor of the kind that this ioctl applies to. The kernel
+    // transfers at most the size of the ioctl's structure. All callers pass that size as `bytes`
+    // (for XSAVE, the size that KVM_CAP_XSAVE2 returned for this VM), and the buffer is at least
+    // that long. Every bit pattern is valid in the words that the kernel writes.
     let code = unsafe { libc::ioctl(fd, ioctl, words.as_mut_ptr()) };
     if code < 0 {
         return Err(io::Error::last_os_error());
@@ -124,7 +125,7 @@ pub(super) fn check_length(bytes: &[u8], length: usize) -> io::Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{} bytes instead of KVM's {length}",
+        "state of {} bytes; KVM expects {length} bytes",
         bytes.len()
     )))
 }

@@ -1,4 +1,4 @@
-//! Why a machine's state could not be loaded.
+//! The error of loading a machine's state.
 
 use std::io;
 
@@ -16,31 +16,33 @@ pub enum LoadError {
     /// The machine has already run or been loaded.
     #[error("only a machine that has never run can load a state")]
     Control(#[from] ControlError),
-    /// A mandatory section is missing: the source is at fault.
-    #[error("section `{section}` of {instance} is missing")]
+    /// A required section is missing, so the source is at fault.
+    #[error("section `{section}` of instance {instance} is missing")]
     Missing {
         /// The section's name.
         section: &'static str,
-        /// The section's instance.
+        /// The instance: for a section of a vCPU, the vCPU's number.
         instance: u32,
     },
-    /// A required section is not supported.
-    #[error("required section `{section}` of {instance} is not supported: use a newer VMM")]
+    /// A required section is unknown to this VMM.
+    #[error(
+        "required section `{section}` of instance {instance} is not supported: use a newer VMM"
+    )]
     Unknown {
         /// The section's name.
         section: String,
         /// The section's instance.
         instance: u32,
     },
-    /// Two sections have the same name and instance: the source is at fault.
-    #[error("section `{section}` of {instance} appears twice")]
+    /// Two sections have the same name and instance, so the source is at fault.
+    #[error("section `{section}` of instance {instance} appears twice")]
     Twice {
         /// The section's name.
         section: String,
         /// The section's instance.
         instance: u32,
     },
-    /// An unsupported version of a section.
+    /// A section has an unsupported version.
     #[error("section `{section}` version {version} not supported (only 1)")]
     Version {
         /// The section's name.
@@ -48,8 +50,8 @@ pub enum LoadError {
         /// The section's version.
         version: u32,
     },
-    /// The content of a section is invalid: the source is at fault.
-    #[error("cannot decode section `{section}` of {instance}")]
+    /// The content of a section is invalid, so the source is at fault.
+    #[error("cannot decode section `{section}` of instance {instance}")]
     Decode {
         /// The section's name.
         section: &'static str,
@@ -60,34 +62,35 @@ pub enum LoadError {
         source: DecodeError,
     },
     /// KVM rejected the content of a section.
-    #[error("KVM rejected section `{section}` of {instance}")]
+    #[error("KVM rejected section `{section}` of instance {instance}")]
     Kvm {
         /// The section's name.
         section: &'static str,
         /// The section's instance.
         instance: u32,
-        /// The kernel's error, or the wrong length.
+        /// The kernel's error, or the error of a wrong length.
         #[source]
         source: io::Error,
     },
     /// KVM rejected an MSR.
     #[error("KVM rejected the value {value:#x} for MSR {index:#x} of vCPU {instance}")]
     Msr {
-        /// The vCPU.
+        /// The vCPU's number.
         instance: u32,
-        /// The MSR.
+        /// The MSR's index.
         index: u32,
         /// The MSR's value at the source.
         value: u64,
     },
-    /// This KVM cannot offset the guest's TSC, so the TSC would go backwards.
+    /// KVM on this host cannot offset the guest's TSC, and without an offset the TSC would go
+    /// backwards.
     #[error(
         "this KVM cannot offset the TSC; the TSC of vCPU {instance} would go back by {by} ticks"
     )]
     TscWouldGoBack {
-        /// The vCPU.
+        /// The vCPU's number.
         instance: u32,
-        /// By how many ticks.
+        /// The number of ticks by which the TSC would go back.
         by: u64,
     },
 }

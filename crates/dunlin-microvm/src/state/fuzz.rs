@@ -1,10 +1,10 @@
-//! The fuzz entry of the sections that are not KVM's own.
+//! The fuzz entry for sections whose content this crate decodes.
 
 use super::Own;
 use super::tsc::Tsc;
 
-/// Decodes any content of the sections that this crate reads itself. The kernel checks
-/// those that KVM reads.
+/// Decodes arbitrary bytes as each section that this crate decodes. The kernel checks the other
+/// sections.
 pub fn fuzz_state_sections(bytes: &[u8]) {
     if let Ok(own) = Own::decode(bytes) {
         assert!(own.throttle_percent <= 99);

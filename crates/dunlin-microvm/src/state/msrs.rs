@@ -8,13 +8,13 @@ use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 use super::error::{LoadError, MSRS, decoded, kvm_refused};
 use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
-/// The time-stamp counter continues during the migration and has its own section.
+/// The time-stamp counter. It continues during the migration and has its own section.
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
 
-/// Size of an MSR's index and value.
+/// Bytes of an encoded MSR: its index and value.
 const MSR_BYTES: usize = 12;
 
-/// Index and value of every MSR of `known` that can be read, except the TSC.
+/// Returns index and value of every MSR of `known` that can be read, except the TSC.
 pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut writer = Writer::new(&mut bytes);
@@ -33,7 +33,7 @@ pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Decodes the result of [`read_msrs`], except the TSC.
+/// Decodes the result of [`read_msrs`] and drops the TSC, if present.
 fn decode(bytes: &[u8]) -> Result<Vec<(u32, u64)>, DecodeError> {
     let mut reader = Reader::new(bytes);
     let count = bytes.len() / MSR_BYTES;
@@ -60,8 +60,8 @@ pub(super) fn write_msrs(vcpu: &Vcpu, instance: u32, bytes: &[u8]) -> Result<(),
             .set_msrs(&msrs)
             .map_err(|error| refused(error.into()))?;
         if let Some(&(index, value)) = left.get(set) {
-            // Some MSRs cannot be written, which does no harm if the value is already
-            // the same.
+            // Some MSRs cannot be written. This is harmless if this vCPU's MSR already has the
+            // value.
             if read_msr(vcpu, index).ok() != Some(value) {
                 return Err(LoadError::Msr {
                     instance,

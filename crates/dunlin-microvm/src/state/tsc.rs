@@ -31,7 +31,7 @@ impl Tsc {
     }
 }
 
-/// A vCPU's TSC and the moment it was read.
+/// Returns the encoded TSC of a vCPU, with the moment at which the TSC was read.
 pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut writer = Writer::new(&mut bytes);
@@ -43,11 +43,11 @@ pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Sets the guest's TSC to its saved value plus the time since then.
+/// Sets the guest's TSC to its saved value plus the time that has passed since it was saved.
 ///
-/// Each vCPU gets the offset of the first vCPU plus the difference that the two had at the
-/// source, so these differences stay the same regardless of how long the calls take.
-/// `first` holds the first vCPU's offsets at the source and on this host.
+/// The offset of each vCPU is the offset of the first vCPU plus the difference between the offsets
+/// of the two vCPUs at the source. These differences therefore stay the same, however long the
+/// calls take. `first` holds the first vCPU's offsets at the source and on this host.
 pub(super) fn write_tsc(
     vcpu: &Vcpu,
     instance: u32,
@@ -70,8 +70,8 @@ pub(super) fn write_tsc(
             Err(error) => return Err(refused(error)),
         }
     }
-    // The TSC cannot be offset. That does no harm if the TSC continues on its own, as between two
-    // machines on one host.
+    // KVM cannot offset the TSC. This is harmless if the TSC is not behind its saved value, as
+    // between two machines on one host.
     match source.guest_tsc.checked_sub(now) {
         None | Some(0) => Ok(()),
         Some(by) => Err(LoadError::TscWouldGoBack { instance, by }),

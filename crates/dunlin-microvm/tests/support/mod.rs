@@ -1,4 +1,4 @@
-//! What the tests of the machine share.
+//! Functions that the tests of the machine share.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 pub mod moves;
@@ -10,7 +10,7 @@ use dunlin_linux::mapping::PAGE_BYTES;
 use dunlin_microvm::{Config, DEVICE_START, HostOptions, Vm, VmDescription, VmState};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
-/// A machine's dirty logs as one.
+/// A machine's dirty logs, combined into one log.
 pub struct Logs(Vec<Box<dyn DirtyLog>>);
 
 impl Logs {
@@ -21,7 +21,8 @@ impl Logs {
         Self(logs)
     }
 
-    /// The pages written since the start or the last call: for each region a bitmap.
+    /// Returns the pages that were written since the start or the last call, as one bitmap per
+    /// region.
     pub fn fetch(&mut self) -> Vec<Vec<u64>> {
         let mut maps: Vec<Vec<u64>> = Vec::new();
         let mut add = |region: usize, words: &[u64]| match maps.get_mut(region) {
@@ -46,12 +47,12 @@ impl Logs {
     }
 }
 
-/// A machine before its first instruction, with the default options.
+/// Creates a machine that has not started, with the default options.
 pub fn fresh(config: Config) -> Vm {
     Vm::with_options(config, HostOptions::default()).unwrap()
 }
 
-/// A machine that is filled and runs.
+/// Creates a machine, fills its memory and starts it.
 pub fn running(config: Config) -> Vm {
     let vm = fresh(config);
     vm.fill().unwrap();
@@ -59,12 +60,13 @@ pub fn running(config: Config) -> Vm {
     vm
 }
 
-/// The machine that a source has described, with the default options.
+/// Builds the machine that a source has described, with the default options.
 pub fn built(description: &VmDescription) -> Vm {
     Vm::from_description(description, HostOptions::default()).unwrap()
 }
 
-/// The last TSC that each vCPU of a KVM guest read: a word of its parameter block (`src/layout.rs`).
+/// Returns the last TSC that each vCPU of a KVM guest read. It is a word of the vCPU's parameter
+/// block (`src/layout.rs`).
 pub fn guest_tscs(vm: &Vm) -> Vec<u64> {
     const BLOCKS: u64 = 0x7_0000;
     const LAST_TSC: u64 = 0xc8;
@@ -74,15 +76,15 @@ pub fn guest_tscs(vm: &Vm) -> Vec<u64> {
         .collect()
 }
 
-/// CLOCK_MONOTONIC at the last beat of a paused machine: the first time in the section `heart`, after
-/// the largest gap and a flag.
+/// Returns CLOCK_MONOTONIC at the last beat of a paused machine. In the section `heart`, this time
+/// follows the largest gap (8 bytes) and a flag (1 byte).
 pub fn last_beat_ns(vm: &Vm) -> u64 {
     let sections = vm.save().unwrap();
     let heart = sections.iter().find(|section| section.name == "heart");
     u64::from_le_bytes(*heart.unwrap().bytes[9..].first_chunk().unwrap())
 }
 
-/// Writes to the pages that the guest leaves to the VMM, as a device would.
+/// Writes as a device would, to the pages at [`DEVICE_START`], which the guest does not touch.
 pub fn vmm_write(vm: &Vm, offset: u64, bytes: &[u8]) {
     let address = GuestAddress(DEVICE_START + offset);
     vm.memory().write_slice(bytes, address).unwrap();
@@ -114,7 +116,7 @@ pub fn rate_of(vm: &Vm, visits: u64) -> f64 {
     made as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Visits per second, measured over a short time. Without a dirty rate the number of visits in that
+/// Measures visits per second over a short time. Without a dirty rate, the number of visits in that
 /// time depends on the host.
 pub fn rate_now(vm: &Vm) -> f64 {
     let (start, before) = (Instant::now(), vm.stats().pages_checked);
@@ -122,7 +124,8 @@ pub fn rate_now(vm: &Vm) -> f64 {
     (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Copies the pages with a set bit, or all pages; both machines have the same regions.
+/// Copies the pages that are marked in `maps`, or all pages if `maps` is `None`, and returns their
+/// number. Both machines have the same regions.
 pub fn copy_pages(from: &Vm, to: &Vm, maps: Option<&[Vec<u64>]>) -> u64 {
     let mut copied = 0;
     let mut bytes = [0; PAGE_BYTES as usize];
@@ -141,7 +144,7 @@ pub fn copy_pages(from: &Vm, to: &Vm, maps: Option<&[Vec<u64>]>) -> u64 {
     copied
 }
 
-/// Pages that differ between two machines.
+/// Returns the number of pages that differ between two machines.
 pub fn different_pages(one: &Vm, other: &Vm) -> u64 {
     let mut different = 0;
     let (mut left, mut right) = ([0; PAGE_BYTES as usize], [0; PAGE_BYTES as usize]);
@@ -156,7 +159,7 @@ pub fn different_pages(one: &Vm, other: &Vm) -> u64 {
     different
 }
 
-/// How many bits are set.
+/// Returns the number of set bits.
 pub fn dirty_pages(maps: &[Vec<u64>]) -> u64 {
     maps.iter()
         .flatten()

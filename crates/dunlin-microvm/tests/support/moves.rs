@@ -1,5 +1,5 @@
-//! What the tests share that move a machine by the engine: certificates, huge pages, and a move
-//! between two threads of the process over loopback.
+//! Functions shared by tests that migrate a machine with the engine: certificates, huge pages, and
+//! a migration between two threads of the process over loopback.
 
 use std::fs;
 use std::net::TcpListener;
@@ -25,7 +25,7 @@ use super::running;
 const SOURCE: &str = "source.test";
 const DESTINATION: &str = "destination.test";
 
-/// Both sides' security, from an authority of the moment.
+/// The TLS configuration of both sides, with certificates from a new authority.
 pub struct Tls {
     pub client: ClientTls,
     pub server: ServerTls,
@@ -65,12 +65,12 @@ fn identity(directory: &Path, authority: &str, certificate: &str, key: &str) -> 
     Identity::load(directory, LoadOptions::default()).unwrap().0
 }
 
-/// A filled machine that runs and can be moved.
+/// Creates a filled, running machine that can be migrated.
 pub fn movable(config: Config) -> Arc<Movable> {
     Movable::new(Arc::new(running(config)))
 }
 
-/// Lanes, and digests compared.
+/// Returns options with `lanes` lanes that compare digests.
 pub fn verified(lanes: u16) -> source::Options {
     source::Options::builder()
         .lanes(lanes)
@@ -79,19 +79,20 @@ pub fn verified(lanes: u16) -> source::Options {
         .unwrap()
 }
 
-/// How a move ended on both sides.
+/// The results of a migration on both sides.
 pub struct Moved {
     pub source: Result<Report, MigrateError>,
     pub destination: Result<Received, MigrateError>,
     pub events: Vec<Event>,
 }
 
-/// Two lanes, and digests not compared.
+/// Returns options with two lanes that compare no digests.
 pub fn unverified() -> source::Options {
     source::Options::builder().lanes(2).build().unwrap()
 }
 
-/// Moves `vm` to what `builder` builds; `on_event` is called on the source's threads.
+/// Migrates `vm` to the machine that `builder` builds. `on_event` is called on the source's
+/// threads.
 pub fn attempt<V: SourceVm + 'static>(
     vm: &Arc<V>,
     tls: &Tls,
@@ -120,7 +121,8 @@ pub fn attempt<V: SourceVm + 'static>(
             .observer(&observe)
             .run();
         if result.is_err() {
-            // One that never got as far as the destination would leave it waiting.
+            // If the source failed before it reached the destination, the destination would wait
+            // forever.
             give_up.cancel();
         }
         let destination = receiving.join().unwrap();
@@ -133,7 +135,7 @@ pub fn attempt<V: SourceVm + 'static>(
     })
 }
 
-/// Moves `vm`, which must go well, and returns it as it is at the destination.
+/// Migrates `vm`, panics if the migration fails, and returns the machine at the destination.
 pub fn relocate(
     vm: &Arc<Movable>,
     tls: &Tls,
@@ -142,7 +144,7 @@ pub fn relocate(
     relocate_while(vm, tls, options, &|_| ())
 }
 
-/// The same, with the source's events.
+/// Does the same as [`relocate`], and calls `on_event` for the source's events.
 pub fn relocate_while(
     vm: &Arc<Movable>,
     tls: &Tls,

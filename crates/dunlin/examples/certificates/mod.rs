@@ -1,5 +1,5 @@
-//! Creates what an operator prepares once per host: certificate, key and the authority
-//! that issued them.
+//! Creates the files that an operator prepares once per host: a certificate, its key,
+//! and the certificate of the authority.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! Frames of a data lane that lie: chunks, marks and ends.
+//! Tests false frames on a data lane: chunks, marks and ends.
 
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use vm_memory::VolatileSlice;
 
 use crate::{Changed, MALFORMED};
 
-/// A chunk of one zero page with changed bytes: 24 of the header, and 24 of the
-/// range after it.
+/// A chunk of one zero page with changed bytes. The header takes 24 bytes, and the range after it
+/// takes 24 bytes.
 fn changed_chunk(changes: &[(usize, &[u8])]) -> Vec<u8> {
     let mut bytes = zero_chunk(0, 0, 0);
     for (at, value) in changes {
@@ -279,8 +279,8 @@ fn flood_with_zeros(lane: &mut DataSender, time: Duration) -> u64 {
     chunks
 }
 
-/// Endless zeros cost the destination only its lane's time, and its control lane still
-/// answers.
+/// Endless zero pages cost the destination only the CPU time of the lane's thread. The destination
+/// still answers on the control lane.
 ///
 /// Claim P5 of docs/security.
 #[test]

@@ -1,4 +1,4 @@
-//! Lies before the description of the VM, and in it.
+//! Tests false messages before the description of the VM, and in it.
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin_proto::control::{Message, Region, RegionKind, RegionTable};
@@ -33,8 +33,8 @@ fn i7_lies_before_the_vm_is_described_end_it() {
     );
 }
 
-/// A *describe* of two regions for tests to change, and the offset of the table's count.
-/// The regions follow the count and take 30 bytes each without names.
+/// A *describe* of two regions for tests to change, and the offset of the region table's count. The
+/// regions follow the count. A region without a name takes 30 bytes.
 fn two_regions(peer: &mut Peer) -> (Vec<u8>, usize) {
     let Message::Describe(mut described) = describe() else {
         unreachable!()
@@ -91,7 +91,7 @@ fn i7_a_vm_that_cannot_be_is_refused() {
             peer.into()
         });
     }
-    // The decoder reads the second region as a mandatory field.
+    // The decoder reads the second region as an extension field that is unknown and mandatory.
     let missing = FaultCode::FeatureMissing;
     refused_by_destination(
         "describe: fewer regions than follow",

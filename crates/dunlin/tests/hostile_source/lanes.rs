@@ -1,4 +1,4 @@
-//! Lanes that are cut, open and close repeatedly, or do not belong to the session.
+//! Tests lanes that are disconnected, open and close repeatedly, or do not belong to the session.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,8 @@ use vm_memory::VolatileSlice;
 
 use crate::MALFORMED;
 
-/// A lost lane is not a lie: the destination reports it as fenced.
+/// A lost lane is not an error of the source: the destination fences the lane and continues the
+/// session.
 #[test]
 fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
     refused_by_destination("lane: cut", MALFORMED, "unexpected release", |victim| {
@@ -27,11 +28,12 @@ fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
     });
 }
 
-/// The VM that a destination has built, before its session has ended.
+/// The VM that a destination has built. A test can read the VM's memory before the session has
+/// ended.
 static BUILT: Mutex<Option<Arc<TestVm>>> = Mutex::new(None);
 
-/// A lane dies within a chunk of pages. The bytes that have arrived are older than those sent
-/// later, and must be cleared even if the later bytes are zeros.
+/// A lane fails in the middle of a chunk. The chunk's pages then become zero and are sent again.
+/// The destination must clear the bytes that arrived before the failure.
 #[test]
 fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     const PAGES: u32 = 12;
@@ -123,7 +125,7 @@ fn i8_lane_after_lane_takes_no_memory() {
     );
 }
 
-/// Address space, in KiB, that is mapped in pieces of a thread's stack.
+/// Address space, in KiB, of the mappings that have the size of a thread's stack.
 fn stack_kib() -> u64 {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let sizes = maps.lines().filter_map(|line| line.strip_prefix("Size:"));

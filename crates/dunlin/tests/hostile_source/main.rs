@@ -1,6 +1,6 @@
-//! A source that lies, at each step of a session (I7). The destination ends the session with an
-//! error that names the lie and the party at fault, releases its resources, never runs the VM
-//! without *commit*, and receives the next VM.
+//! Tests a source that sends a false message (a *lie*), at each step of a session (I7). The
+//! destination ends the session with an error that names the lie and the party at fault, releases
+//! its resources, never runs the VM without *commit*, and receives the next VM.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
@@ -19,7 +19,7 @@ use dunlin_test_support::hostile::*;
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 
-/// A name for a lie, the expected fault, words of the error, and the changed bytes with their
+/// The name of a case, the expected fault, words of the error, and the changed bytes with their
 /// offsets.
 type Changed<'a> = (&'a str, FaultCode, &'a str, &'a [(usize, &'a [u8])]);
 
@@ -30,7 +30,8 @@ fn selected(victim: &Victim<'_>) -> Peer {
     peer
 }
 
-/// Messages of the other role, and messages of this role at the wrong time.
+/// Messages that a source must not send before *describe*: messages of the destination, and
+/// messages that belong to a later step.
 fn out_of_turn() -> Vec<Message> {
     let sets = vec![ChunkSet { first: 0, count: 1 }];
     vec![

@@ -1,4 +1,4 @@
-//! Control messages that lie, from pre-copy to *running*.
+//! Tests false control messages, from pre-copy to *running*.
 
 use std::time::Duration;
 

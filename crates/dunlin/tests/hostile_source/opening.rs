@@ -1,4 +1,4 @@
-//! Openings that lie, and second sources, which are refused.
+//! Tests false openings, and second sources. Both are refused.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -39,7 +39,8 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         features: Features::NONE,
         security: LaneSecurity::Tls,
     };
-    // For each lie: the opening, the expected fault, and words that only this error contains.
+    // For each false opening: the message, the expected fault, and words that only this error
+    // contains.
     let lies = [
         (
             Opening::Offer(Offer {
@@ -83,7 +84,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         };
         assert_eq!((versions, refusal.fault), (VERSIONS, fault), "{refusal}");
         assert!(refusal.text.contains(text), "{refusal}");
-        // The local event has the same text and also the peer's name.
+        // The destination's own event has the same text and also the peer's name.
         receiving.await_event(|event| {
             matches!(event, DestinationEvent::Rejected { reason }
                 if reason.contains(SOURCE) && reason.contains(text))

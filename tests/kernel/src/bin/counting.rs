@@ -1,4 +1,4 @@
-//! Tests that counts are correct: instructions of a loop of known length, and system calls.
+//! Counts of instructions and of system calls are correct, for work of a known size.
 
 use std::fs;
 use std::io::Read;
@@ -7,7 +7,7 @@ use std::thread;
 
 use dunlin_kernel_tests::{Needs, run};
 
-/// read(2) and clone3(2) of x86-64.
+/// The numbers of read(2) and clone3(2) on x86-64.
 const READ: u32 = 0;
 const CLONE: u32 = 435;
 
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         assert_eq!(count.system_calls.get(&READ), Some(&300));
         assert_eq!(count.system_calls.get(&CLONE), Some(&1));
 
-        // The number of instructions does not depend on the input.
+        // A loop whose number of instructions does not depend on the data.
         let steps = |number: u64| {
             move || {
                 std::hint::black_box((0..number).fold(1_u64, |hash, step| {
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Reads a byte `times` times.
+/// Reads one byte `times` times.
 fn read(times: usize) {
     let mut zeros = fs::File::open("/dev/zero").expect("the device exists");
     let mut byte = [0];

@@ -1,4 +1,4 @@
-//! ESP in transport mode: each SA counts its packets, and no packet leaves without an SA.
+//! With ESP in transport mode, each SA counts its packets, and no packet leaves without an SA.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -13,7 +13,7 @@ const NEEDS: Needs = Needs {
 /// The two hosts, each a network namespace, and their addresses.
 const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
 
-/// A key of 32 bytes and a salt of 4 (RFC 4106, section 8.1).
+/// A key of 32 bytes followed by a salt of 4 bytes (RFC 4106, section 8.1).
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         let seen = |filter| captured(guest, "esp.pcap", filter);
         assert_eq!((seen("esp"), seen("icmp")), (10, 0));
 
-        // A host without policies sends in the clear, and its peer drops the packets.
+        // A host without policies sends in the clear, but its peer drops the packets.
         guest.command("ip", &["-n", a, "xfrm", "policy", "flush"]);
         assert!(!ping(a, at_b, 2), "the packets are dropped");
         assert_eq!(packets(guest, b, at_a, at_b, "0x100"), 5);
@@ -86,7 +86,7 @@ fn associate(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) {
     guest.command("ip", &sa);
 }
 
-/// Adds policies at `host`: all packets between it and its peer use ESP.
+/// Adds policies at `host` that require ESP for all packets between the host and its peer.
 fn protect(guest: &Guest, host: &str, own: &str, peer: &str) {
     for (from, to, direction) in [(own, peer, "out"), (peer, own, "in")] {
         let policy = [
@@ -115,14 +115,14 @@ fn protect(guest: &Guest, host: &str, own: &str, peer: &str) {
     }
 }
 
-/// The number of packets that an SA has carried.
+/// Returns the number of packets that an SA has carried.
 fn packets(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) -> u64 {
     let sa = [
         "-n", host, "-s", "xfrm", "state", "get", "src", from, "dst", to, "proto", "esp", "spi",
         spi,
     ];
     let text = guest.output("ip", &sa);
-    // "  420(bytes), 5(packets)", below "lifetime current:".
+    // In the output, "  420(bytes), 5(packets)" follows "lifetime current:".
     text.split_once("lifetime current:")
         .and_then(|(_, current)| current.split_once("(packets)"))
         .and_then(|(before, _)| before.rsplit(' ').next()?.parse().ok())
@@ -138,7 +138,7 @@ fn ping(host: &str, to: &str, count: u32) -> bool {
         .success()
 }
 
-/// A running tcpdump on a host's link.
+/// A running tcpdump that captures a host's link.
 struct Capture(Child);
 
 impl Capture {

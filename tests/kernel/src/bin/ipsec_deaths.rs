@@ -1,5 +1,6 @@
-//! Processes of keying sessions that die or hang between any two changes to the kernel's tables, on
-//! either host, even during rekeying; and the processes that replace them.
+//! Processes of keying sessions die or hang between any two changes to the kernel's tables.
+//! They do so on either host and also during rekeying. The test also checks the processes that
+//! replace them.
 
 use std::env;
 use std::fs;
@@ -36,31 +37,31 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Makes this program act as one of the two processes of a session.
+/// The argument with which this program acts as one of the two processes of a session.
 const PARTY: &str = "--party";
-/// The process dies before the given change to its tables.
+/// An action of a session's process: the process dies before the given change to the kernel's tables.
 const DIES: &str = "dies";
 const STOPS: &str = "stops";
 /// The process dies as soon as the session is up.
 const DIES_UP: &str = "dies-up";
-/// The process tries to connect before each change until the session is up.
+/// Until the session is up, the process tries to connect before each change to the kernel's tables.
 const TRIES: &str = "tries";
-/// Just before the process adds its first SA, another program adds an SA with the same SPI.
+/// Immediately before the process adds its first SA, another program adds an SA with the same SPI.
 const COLLIDES: &str = "collides";
 /// The process renews its keys and ends the session immediately.
 const LEAVES: &str = "leaves";
-/// The process is slow with its first change after the session is up.
+/// The process delays its first change to the kernel's tables after the session is up.
 const LAGS: &str = "lags";
-/// The test creates this file when the other process has left.
+/// A file that the test creates after the other process has ended.
 const LEFT: &str = "left";
 /// The process runs a complete session, with new keys in both directions.
 const LIVES: &str = "lives";
 
-/// The key of foreign SAs.
+/// The key of SAs that do not belong to a session.
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
-/// How long a process waits for a peer that hangs.
+/// The timeout of a process whose peer hangs.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
@@ -79,7 +80,8 @@ fn main() -> ExitCode {
         for host in ["a", "b"] {
             foreign(guest, host, "add");
         }
-        // With listeners on the ports, a connection fails only if the ports are blocked.
+        // Because there are listeners on the ports, a connection fails only if the ports are
+        // blocked.
         let listeners = [("a", PORT_A), ("b", PORT_B)]
             .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("the port is free"));
         println!("i6_p13_the_client_dies");
@@ -106,8 +108,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// One of the two dies before each of its changes: while installing, rekeying and removing. Each
-/// time, both hosts then remove their own policies and SAs.
+/// One of the two processes dies before each of its changes, while it installs, renews or removes SAs.
+/// After each death, the next process on each host removes its own policies and SAs.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -136,8 +138,9 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
     assert!(replaced, "an SA and a policy were left at least once");
 }
 
-/// An SA and a policy of another program that replaced those of a dead process, with the same SPI
-/// and selector, must stay. Returns false if the dead process left none.
+/// Replaces an SA and a policy of a dead process by an SA and a policy of another program, with the
+/// same SPI and selector. These must remain. Returns false if the dead process left none to
+/// replace.
 fn replacements_stay(guest: &Guest, host: &str, step: usize) -> bool {
     let (own, other) = match host {
         "a" => ("10.0.0.1", "10.0.0.2"),
@@ -177,15 +180,15 @@ fn replacements_stay(guest: &Guest, host: &str, step: usize) -> bool {
     true
 }
 
-/// Removes what dead processes of a host left.
+/// Runs the clean-up command, which removes what dead processes left on a host.
 fn clean(guest: &Guest, host: &str) {
     let folder = format!("left-{host}");
     let clean = ["dunlin", "ipsec", "clean", "--state-dir", &folder];
     guest.command("ip", &netns(host, &clean));
 }
 
-/// While the session's policies are installed, no packet of the ports leaves: the capture shows all
-/// of them.
+/// While the session's policies are installed, no unencrypted packet of the ports may leave. The
+/// capture would show it.
 fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
     if !policies.contains("dport 4444 ") {
@@ -198,7 +201,7 @@ fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     assert!(tried.is_err(), "{host}, before change {step}: {policies}");
 }
 
-/// The clean-up removes everything that belongs to the session, and nothing else.
+/// Asserts that the clean-up removes everything that belongs to the session, and nothing else.
 fn only_foreign(guest: &Guest, host: &str, step: usize) {
     clean(guest, host);
     let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
@@ -209,8 +212,8 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
     assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
 }
 
-/// Both processes are killed while the session is up, and start again: each tries to send before
-/// every change until its ports are protected again.
+/// Both processes are killed while the session is up. Their replacements try to send before every
+/// change, until their ports are protected again.
 fn i6_p13_a_replacement_process_opens_no_port(guest: &Guest) {
     for host in ["a", "b"] {
         let _ = fs::remove_file(meeting(host));
@@ -230,7 +233,7 @@ fn i6_p13_a_replacement_process_opens_no_port(guest: &Guest) {
     }
 }
 
-/// The session chooses another SPI, and leaves the SA that has the SPI alone.
+/// The session chooses another SPI and leaves the existing SA unchanged.
 fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     let parties = [
         begin("b", COLLIDES, 0, LIMIT),
@@ -253,8 +256,8 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// This side's messages no longer reach the peer. The peer had requested the end nevertheless, so
-/// the ports become free.
+/// The messages of this side no longer reach the peer. Because the peer had already requested the
+/// end of the session, the ports become free all the same.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);
@@ -269,10 +272,10 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
 }
 
 /// One process is stopped before one of its changes while the session starts. The other process
-/// times out. It leaves no SA, and no previously protected port is open.
+/// times out. It leaves no SA, and every port that was protected stays blocked.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
-    // The server answers *terms* after its changes 0 to 3, and the client waits until the server's
-    // last policy is replaced by change 7.
+    // The server answers *terms* after its changes 0 to 3. The client waits until change 7 replaces
+    // the server's last policy.
     let steps = if guest.is_soak() { 0..8 } else { 4..5 };
     for (stops, step) in ["a", "b"]
         .into_iter()
@@ -305,7 +308,7 @@ fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
     }
 }
 
-/// Starts a party; if it is the server, waits until it listens.
+/// Starts one of the two processes. If it is the server, waits until it listens.
 fn begin(host: &str, action: &str, step: usize, timeout: Duration) -> Child {
     let role = if host == "a" { "asks" } else { "serves" };
     let party = Command::new("ip")
@@ -324,7 +327,7 @@ fn begin(host: &str, action: &str, step: usize, timeout: Duration) -> Child {
     party
 }
 
-/// The body of this program when it acts as one of the two processes.
+/// The main function of this program when it acts as one of the two processes.
 fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
     let (own, host) = if role == "asks" {
         ("host-a", "a")
@@ -363,7 +366,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         }
         session.rekey();
         if action == LEAVES {
-            // Its request has been sent by then.
+            // During this sleep, the process sends its request.
             thread::sleep(Duration::from_millis(100));
         } else {
             renewed(&session);
@@ -402,7 +405,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
             }
             Event::Over { why, .. } => {
                 server.stop();
-                // If there is no failure, the other side requests the end.
+                // If the session has not failed, it ends because the other side requests the end.
                 return match why {
                     Some(why) if !why.contains(FaultCode::Cancelled.name()) => ExitCode::FAILURE,
                     _ => ExitCode::SUCCESS,
@@ -413,7 +416,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
     }
 }
 
-/// The hook that runs before each change of the kernel's tables.
+/// Returns the hook that runs before each change to the kernel's tables.
 fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook {
     let (action, is_up) = (action.to_owned(), Arc::clone(is_up));
     let to: SocketAddr = if host == "a" { PORT_B } else { PORT_A }
@@ -426,15 +429,15 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
         let now = done.fetch_add(1, Ordering::SeqCst) == step;
         if now && action == DIES {
             println!("dies before {change:?}");
-            // Like SIGKILL: nothing is unwound or dropped.
+            // As with SIGKILL, nothing is unwound or dropped.
             std::process::abort();
         }
         if now && action == STOPS {
             println!("stops before {change:?}");
             let own = std::process::id().to_string();
             let _ = Command::new("kill").args(["-STOP", &own]).status();
-            // The signal may reach another thread first. This thread must not continue until then,
-            // and is killed in this loop.
+            // The signal may reach another thread first. This thread must not continue until it is
+            // stopped, so it waits in this loop.
             loop {
                 thread::park();
             }
@@ -450,14 +453,14 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
             until("the other process has left", || Path::new(LEFT).exists());
         }
         if action == TRIES && !is_up.load(Ordering::SeqCst) {
-            // The other host may block its ports already; the capture shows the packets that leave
-            // this host.
+            // The connection may also fail because the other host blocks its ports. The capture
+            // shows the packets that leave this host.
             let _ = TcpStream::connect_timeout(&to, Duration::from_millis(30));
         }
     })
 }
 
-/// Adds a foreign SA with the SPI of the session's SA.
+/// Adds an SA that does not belong to the session, with the SPI of the session's SA.
 fn take(one: &Association) {
     let Association {
         source,
@@ -473,12 +476,12 @@ fn take(one: &Association) {
     assert!(added.expect("ip starts").success());
 }
 
-/// The file that a host's process creates when its session is up.
+/// Returns the name of the file that a host's process creates when its session is up.
 fn meeting(host: &str) -> String {
     format!("up-{host}")
 }
 
-/// Waits until the sessions of both processes are up.
+/// Waits until both processes report that the session is up.
 fn met(host: &str) {
     fs::write(meeting(host), "").expect("the directory is ours");
     let other = if host == "a" { "b" } else { "a" };
@@ -489,7 +492,7 @@ fn met(host: &str) {
     }
 }
 
-/// Waits until both directions have new keys, or the session has ended.
+/// Waits until both directions have new keys or the session has ended.
 fn renewed(session: &Session) {
     let is_new = |status: &Status| {
         let mut all = status.associations.iter();
@@ -501,7 +504,7 @@ fn renewed(session: &Session) {
     });
 }
 
-/// Adds or deletes a foreign SA and a foreign policy.
+/// Adds or deletes an SA and a policy that do not belong to the session.
 fn foreign(guest: &Guest, host: &str, verb: &str) {
     let sa = "src 10.0.0.1 dst 10.9.9.9 proto esp spi 0x999";
     let add = format!("reqid 99 mode transport aead rfc4106(gcm(aes)) {KEY} 128");

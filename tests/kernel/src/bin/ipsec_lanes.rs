@@ -1,5 +1,6 @@
-//! Lanes over IPsec: each uses the SA of its CPU or of its connection, is moved back to that
-//! SA when it uses another one, and is rejected if it comes from any other port.
+//! Each lane over IPsec uses the SA of its CPU or of its connection.
+//! If a lane uses another SA, it is moved back. A lane from a port that no session protects is
+//! rejected.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -42,9 +43,9 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// The address at which host b accepts lanes.
+/// The address on which host b accepts lanes.
 const AT: &str = "10.0.0.2:7400";
-/// The bytes that a lane sends at a time.
+/// The number of bytes that a lane sends at a time.
 const BYTES: usize = 256 << 10;
 
 fn main() -> ExitCode {
@@ -98,7 +99,8 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
         carried(status)
     };
     let mut rounds = 0;
-    // Answers use the fallback at first; each lane switches when the SA of its CPU is installed.
+    // At first, the packets that host b sends use the fallback SA. Each lane switches when the SA of
+    // its CPU is installed.
     until("answers use their own SAs", || {
         let before = answers();
         lanes.iter().for_each(Lane::send);
@@ -124,7 +126,7 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     near.end(guest);
 }
 
-/// The SA is installed when its lane connects, and no packet is late or lost.
+/// The SA is installed when the first lane on its CPU connects. No packet is delayed or lost.
 fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
     let lanes = [near.lane(), near.lane()];
@@ -151,7 +153,8 @@ fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Another thread sends on the lane from another CPU exactly when its route is looked up.
+/// If another thread sends on a lane from another CPU while the lane's route is looked up, the lane
+/// uses the SA of that CPU. It must be moved back to its own SA.
 fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[1, 3]);
     let (lane, other) = (near.lane(), near.lane());
@@ -184,7 +187,7 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
         went(Sender::Cpu(1)) < went(Sender::Cpu(3)),
         "{begun:?} {by:?}"
     );
-    // The thread of the lane now refreshes the route; if that fails, it tries again.
+    // Now the lane's thread refreshes the route. If that fails, the thread tries again.
     loop {
         let before = near.carried();
         lane.send();
@@ -216,7 +219,7 @@ fn each_connection_has_an_sa(guest: &Guest, tls: &Tls) {
         let own = by[&Sender::Connection { from, to }];
         assert!(own >= BYTES as u64, "{by:?}");
     }
-    // Handshakes and first messages.
+    // The fallback SA carried handshakes and first messages only.
     assert!(by[&Sender::Fallback] < 8192, "{by:?}");
     drop(lanes);
     near.end(guest);
@@ -226,19 +229,19 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0]);
     let lane = near.lane();
     until("the lane is checked", || near.far.results() == [true]);
-    // Act like an attacker who has seen the first message of a lane.
+    // Act like an attacker who has seen the first message of a lane and repeats it.
     let mut plain = inside("a", || TcpStream::connect(AT)).expect("b listens");
     plain.write_all(&lane_open()).expect("the data is read");
     until("the lane is checked", || near.far.results().len() == 2);
     assert_eq!(near.far.results(), [true, false]);
-    // A lane that uses an SA, but belongs to a session with another peer.
+    // Open a lane that uses an SA but belongs to a session with another peer.
     let other = Tls::new();
     let (_other, identity) = Far::identify(&other);
     *near.far.expected.lock().expect("no thread panicked") = Some(identity);
     let second = near.lane();
     until("the lane is checked", || near.far.results().len() == 3);
     assert_eq!(near.far.results(), [true, false, false]);
-    // No session starts with a peer other than that of the control lane.
+    // No session starts with a peer that differs from the peer of the control lane.
     let dialer = IpsecDialer::new(near.sealed.clone());
     let other = Principal::Certificate([0; 32]);
     let refused = inside("a", || dial(&dialer, &tls.client, &other));
@@ -250,10 +253,10 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Control connections are cut one after the other; this must not open a port.
+/// One control connection after another is destroyed. No port may become unprotected.
 fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: &Guest, tls: &Tls) {
     const BLOCKS: usize = 4;
-    // As many blocks of 64 ports as sessions.
+    // The range has as many blocks of 64 ports as there are sessions.
     let near = Near::with_ports(tls, Mode::Cpu, &[0], "28416-28671");
     let ports = || {
         let sessions = near.sealed.sessions().expect("the kernel answers");
@@ -284,9 +287,9 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: 
         used.push(others);
         lanes.push(next);
     }
-    // Data on a lost lane cannot leave, and its owner gets an error.
+    // Data on a lost lane cannot leave, and the lane's owner gets an error.
     lanes[..BLOCKS - 1].iter().for_each(Lane::fails);
-    // The lane cannot be closed cleanly either: the kernels drop it, as if its owners had died.
+    // A lost lane cannot be closed cleanly. Both kernels discard it, as if its owners had died.
     near.far.hang_up();
     for lane in &lanes {
         set_reset_on_close(&lane.stream).expect("a socket");
@@ -345,7 +348,7 @@ impl Near {
         )
     }
 
-    /// Returns the bytes of the SAs of its only session.
+    /// Returns the bytes that each SA of the only session has carried.
     fn carried(&self) -> BTreeMap<Sender, u64> {
         let sessions = self.sealed.sessions().expect("the kernel answers");
         let [session] = &sessions[..] else {
@@ -354,15 +357,15 @@ impl Near {
         carried(session)
     }
 
-    /// Ends everything; nothing may be left on either host.
+    /// Ends all lanes and sessions, and checks that nothing is left on either host.
     fn end(self, guest: &Guest) {
-        // These clones of the lanes belong to the host; the reading threads have their own.
+        // Drop the host's clones of the lanes. The reading threads have clones of their own.
         self.far.lanes.lock().expect("no thread panicked").clear();
         let dialer = self.dialer;
         inside("a", || drop(dialer));
         drop(self.sealed);
         drop(self.far);
-        // The ports of a lost session are freed when its connections have ended.
+        // The ports of a lost session become free only when the session's connections have ended.
         for host in ["a", "b"] {
             until("the remains are removed", || {
                 drop(ipsec_lanes(host, Mode::Connection, &[]));
@@ -373,7 +376,7 @@ impl Near {
     }
 }
 
-/// A lane with a thread that sends on command.
+/// A lane with a thread that sends data when the test requests it.
 struct Lane {
     cpu: Option<u32>,
     port: u16,
@@ -413,14 +416,15 @@ impl Lane {
             send_stream
                 .send((same, hold.cpu()))
                 .expect("the process can be waited for");
-            // In pieces, like the frames of a lane.
+            // Send in pieces, like the frames of a lane.
             let mut send = || {
                 let mut pieces = vec![7; BYTES];
                 pieces.chunks_mut(64 << 10).try_for_each(|piece| {
                     hold.before_send();
                     stream.write_all(piece)
                 })?;
-                // Bytes in the socket buffer have not used an SA yet.
+                // Bytes in the socket buffer have not used an SA yet, so wait until they are
+                // acknowledged.
                 while unacknowledged_bytes(&stream)? > 0 {
                     thread::sleep(Duration::from_millis(1));
                 }
@@ -468,13 +472,13 @@ impl Drop for Lane {
     }
 }
 
-/// Host b: accepts lanes and reads from them.
+/// Host b, which accepts lanes and reads from them.
 struct Far {
     sealed: IpsecLanes,
-    /// The peer of its session.
+    /// The identity of the peer whose lanes the host accepts.
     expected: Arc<Mutex<Option<PeerIdentity>>>,
     results: Arc<Mutex<Vec<bool>>>,
-    /// The lanes from which it reads.
+    /// The lanes from which the host reads.
     lanes: Arc<Mutex<Vec<TcpStream>>>,
     stop: Waker,
     thread: Option<JoinHandle<()>>,
@@ -538,7 +542,7 @@ impl Far {
     fn hang_up(&self) {
         for lane in self.lanes.lock().expect("no thread panicked").drain(..) {
             set_reset_on_close(&lane).expect("a socket");
-            // The reading thread gets an error.
+            // This makes the reading thread fail with an error.
             let _ = lane.shutdown(Shutdown::Both);
         }
     }
@@ -547,7 +551,8 @@ impl Far {
         self.results.lock().expect("no thread panicked").clone()
     }
 
-    /// Returns the identity of a peer of another authority.
+    /// Performs a control handshake and returns the identity of the peer, which another authority
+    /// has certified.
     fn identify(tls: &Tls) -> (ControlStream, PeerIdentity) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let at = listener.local_addr().expect("the listener is bound");
@@ -574,7 +579,7 @@ impl Drop for Far {
     }
 }
 
-/// The identities of both hosts.
+/// The TLS configurations of both hosts.
 struct Tls {
     client: ClientTls,
     server: ServerTls,

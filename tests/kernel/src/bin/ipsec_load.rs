@@ -1,7 +1,8 @@
-//! Sessions with an SA for each CPU, under load: every connection uses the SA of its own CPU.
+//! In sessions with an SA for each CPU, every connection uses the SA of its own CPU under load.
 //!
-//! This also holds after lost SYNs and a cut, and on hosts with different numbers of CPUs. All SAs
-//! seal the same amount, and a peer with a single SA gets everything through that SA.
+//! This also holds after lost SYNs and after an interruption of the link, and on hosts with
+//! different numbers of CPUs. The SAs seal the same amount of data. If the peer accepts a single
+//! SA, that SA carries everything.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -31,17 +32,18 @@ const NEEDS: Needs = Needs {
 
 /// The number of bytes that each connection sends at a time.
 const BYTES: usize = 300_000;
-/// The size of a TCP header with a timestamp, which an SA's byte counter includes.
+/// The size in bytes of a TCP header with a timestamp. An SA's byte counter includes it.
 const HEADER: u64 = 32;
-/// `tcp_retries1`: unanswered retransmissions after which TCP looks up its route again.
+/// The value of `tcp_retries1`: the number of unanswered retransmissions after which TCP looks up
+/// its route again.
 const RETRIES: u32 = 2;
-/// A connection state in /proc/net/tcp.
+/// The numbers of connection states in /proc/net/tcp.
 const ESTABLISHED: u8 = 1;
 const SYN_SENT: u8 = 2;
-/// The ports that are never in the clear.
+/// The ports whose packets must never be in the clear.
 const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
 
-/// Two hosts, and connections between them.
+/// The parameters of a test of two hosts with connections between them.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     /// The numbers of sending CPUs on hosts a and b.
@@ -83,8 +85,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// This also holds after a lost SYN and after an interruption of the link, with the repair
-/// that decision 13 describes.
+/// A connection uses the SA of its CPU even after a lost SYN and after an interruption of the link,
+/// with the repair that decision 13 describes.
 fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);
@@ -106,7 +108,7 @@ fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
         case,
         lanes: &lanes,
     };
-    // An accepted connection uses the SA of the CPU that received the handshake.
+    // At first, an accepted connection uses the SA of the CPU that received the handshake.
     scene.repair();
     scene.check("at first");
     if case.connections > 1 {
@@ -127,7 +129,7 @@ fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     assert!(left.is_sealed(&PORTS), "{left:?}");
 }
 
-/// Opens a connection from one CPU.
+/// Opens a connection from the given CPU.
 fn lane(listener: &TcpListener, at: &str, cpu: u32) -> Lane {
     let near = inside("a", || {
         pin_to(cpu as usize).expect("the machine has four CPUs");
@@ -153,13 +155,13 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// The CPUs from which a connection's ends send.
+    /// The CPUs from which the two ends of a connection send.
     fn cpus(&self, number: usize) -> [u32; 2] {
         self.case.cpus.map(|count| number as u32 % count)
     }
 
-    /// Makes both ends of every connection look up their SAs, each on its own CPU. Repeats this if
-    /// an acknowledgement triggers the lookup first; the counters show that.
+    /// Makes both ends of every connection look up their SAs, each on its own CPU. The counters
+    /// show whether an acknowledgement triggered the lookup first. If so, the lookup is repeated.
     fn repair(&self) {
         for (number, lane) in self.lanes.iter().enumerate() {
             self.repair_one(lane, self.cpus(number));
@@ -186,7 +188,8 @@ impl Scene<'_> {
         }
     }
 
-    /// The SAs of a host that carried data while `task` ran, according to `dunlin ipsec status`.
+    /// Returns the SAs of a host that carried data while `task` ran, according to `dunlin ipsec
+    /// status`.
     fn used(&self, host: &str, task: impl FnOnce()) -> Vec<Used> {
         let counters = || outbound(self.guest, host);
         let before = counters();
@@ -196,17 +199,18 @@ impl Scene<'_> {
             bytes: after.bytes - before.bytes,
             packets: after.packets - before.packets,
         });
-        // Acknowledgements and probes carry no data.
+        // Leave out SAs that carried only acknowledgements and probes, which have no data.
         grown.filter(|one| one.bytes > 100 * one.packets).collect()
     }
 
-    /// All connections send simultaneously, each a different number of bytes, in one direction and
-    /// then back. Every CPU's SA carries exactly the bytes of that CPU's connections, including
-    /// retransmissions, and the fallback SA carries none.
+    /// All connections send simultaneously, first in one direction and then in the other. Each
+    /// connection sends a different number of bytes. The SA of every CPU must carry exactly the
+    /// bytes of that CPU's connections, including retransmissions, and the fallback SA must carry
+    /// none.
     fn check(&self, when: &str) {
         for (host, side) in [("a", 0), ("b", 1)] {
-            // On a busy machine a timer may make a connection stray, or send while the counters are
-            // read.
+            // On a busy machine, a timer may make a connection use another SA, or send while the
+            // counters are read. Therefore try several times.
             let exact = (0..4).any(|time| {
                 if time > 0 {
                     self.repair();
@@ -232,7 +236,7 @@ impl Scene<'_> {
         }
     }
 
-    /// The number of bytes that TCP has sent so far from each CPU of a side.
+    /// Returns the number of bytes that TCP has sent so far from each CPU of one side.
     fn sent(&self, side: usize) -> Vec<u64> {
         let mut sent = vec![0; self.case.cpus[side] as usize];
         for (number, lane) in self.lanes.iter().enumerate() {
@@ -256,8 +260,8 @@ impl Scene<'_> {
         });
     }
 
-    /// With the same number of bytes on each connection, the numbers of frames that the CPUs'
-    /// SAs seal differ by at most a tenth.
+    /// Sends the same number of bytes on each connection. The numbers of frames that the SAs of the
+    /// CPUs seal must differ from their mean by at most a tenth.
     fn sealed_evenly(&self) {
         let tap = Tap::begin();
         self.send_all("a", |_| 4 * BYTES);
@@ -279,8 +283,8 @@ impl Scene<'_> {
         );
     }
 
-    /// Opens one more connection and drops its first SYNs. The test detects which wrong SA the
-    /// connection uses, and moves it to the right one.
+    /// Opens one more connection and drops its first SYNs. Finds out which wrong SA the connection
+    /// uses, and moves the connection to the correct SA.
     fn lose_syn(&self, listener: &TcpListener, at: &str) -> Lane {
         let cpu = self.case.cpus[0] - 1;
         let far = self.cpus(0)[1];
@@ -292,7 +296,7 @@ impl Scene<'_> {
                     connect_to(at)
                 })
             });
-            // The kernel retransmits the SYN after one second, and again two seconds later.
+            // The kernel retransmits the SYN after one second, and again after two more seconds.
             until("the SYN is sent again", || {
                 let sent = retransmissions(self.guest, "a", SYN_SENT, at);
                 sent.iter().any(|times| *times > 0)
@@ -318,10 +322,10 @@ impl Scene<'_> {
         lane
     }
 
-    /// Drops all packets while all connections send, then lets them pass.
+    /// Drops all packets while all connections send, and then lets packets pass again.
     fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // The number of timeouts after which TCP looks up its route again; a lower number makes
+            // The number of timeouts after which TCP looks up its route again. A low number makes
             // the test faster.
             let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
             let sysctl = ["sysctl", "-q", "-w", &setting];
@@ -350,8 +354,8 @@ impl Scene<'_> {
     }
 }
 
-/// How often each connection of `host` in `state` to `at` has retransmitted its oldest segment
-/// (proc_net_tcp(5)).
+/// Returns how often each connection of `host` in `state` to `at` has retransmitted its oldest
+/// segment (proc_net_tcp(5)).
 fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
     let (_, port) = at.rsplit_once(':').expect("an address and a port");
     let port: u16 = port.parse().expect("a number");
@@ -396,7 +400,7 @@ impl Drop for Cut<'_> {
     }
 }
 
-/// An outbound SA with its counters.
+/// An outbound SA and its counters.
 #[derive(Clone, Copy, Debug)]
 struct Outbound {
     cpu: Option<u32>,
@@ -405,7 +409,7 @@ struct Outbound {
     packets: u64,
 }
 
-/// The growth of an outbound SA's counters.
+/// The growth of the counters of an outbound SA.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     cpu: Option<u32>,
@@ -413,7 +417,7 @@ struct Used {
     packets: u64,
 }
 
-/// A host's outbound SAs in a fixed order.
+/// Returns a host's outbound SAs in a fixed order.
 fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
     let number = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{value}"));
     let mut all: Vec<Outbound> = associations(guest, host)
@@ -430,7 +434,7 @@ fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
     all
 }
 
-/// Four senders on four CPUs, and a peer that accepts only one SA: that SA carries
+/// Four connections send on four CPUs, and the peer accepts only one SA. That SA must carry
 /// everything.
 fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     let serve = Process::serve_with(&["--sas", "1"]);
@@ -450,7 +454,7 @@ fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     };
     assert_eq!(one.cpu, None);
     assert!(one.bytes - before[0].bytes >= 4 * BYTES as u64, "{after:?}");
-    // The opposite direction has an SA for each CPU of the host, and the fallback.
+    // The opposite direction has one SA for each CPU of the host, and the fallback SA.
     assert_eq!(outbound(guest, "b").len(), 5);
     drop(lanes);
     drop(listener);

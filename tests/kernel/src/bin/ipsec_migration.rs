@@ -1,5 +1,5 @@
-//! Migrations over lanes that IPsec protects: a lane is killed and keys are renewed during the
-//! migration, pages are compared, and nothing is in the clear.
+//! Migrations over IPsec complete although a lane is killed and keys are renewed.
+//! All pages are compared, and no data is sent in the clear.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -45,7 +45,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// The address at which host b accepts VMs.
+/// The address on which host b accepts VMs.
 const AT: &str = "10.0.0.2:7400";
 
 fn main() -> ExitCode {
@@ -77,8 +77,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The SA of each CPU carries the bytes of its lanes plus the overhead of TCP and of lanes; the
-/// fallback carries none.
+/// The SA of each CPU carries the bytes of that CPU's lanes plus the overhead of TCP and of lanes.
+/// The fallback SA carries none of these bytes.
 fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32], lanes: u16) {
     let vm = guest_of(8 << 20);
     let options = slowly(quick(lanes, 64).to_builder());
@@ -109,7 +109,8 @@ fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32],
     let sum: u64 = by_cpu.iter().sum();
     let wire = report.traffic.wire_bytes;
     assert!((wire..wire + wire / 4).contains(&sum), "{wire} of lanes");
-    // The load of lanes differs, so only a CPU with a single lane can be compared.
+    // Lanes carry different amounts of data, so a CPU's bytes can be compared only if the CPU has a
+    // single lane.
     if cpus.len() == usize::from(lanes) {
         let mut by_lane: Vec<u64> = report.lanes.iter().map(|(_, bytes)| *bytes).collect();
         let mut by_cpu = by_cpu;
@@ -125,8 +126,8 @@ fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32],
     nothing_left(guest);
 }
 
-/// Checks the output of `dunlin ipsec status` on both hosts, which contacts no process to
-/// produce it.
+/// Checks the output of `dunlin ipsec status` on both hosts. The command produces it without
+/// contacting another process.
 fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
     let status = |host: &str, more: &[&str]| {
         let state = format!("state-{host}");
@@ -181,8 +182,8 @@ fn i3_i4_a_guest_migrates_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, 
     }
 }
 
-/// A peer has the session's secret but connects from another port, so its packets would not be
-/// sealed.
+/// A peer with the session's secret connects from an unprotected port, so IPsec would not protect
+/// its packets.
 fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     let (receiving, far) = receive(tls);
     let (mut peer, answer) = inside("a", || {
@@ -202,7 +203,7 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
         }
         other => panic!("{other:?}"),
     }
-    // A lane with a security other than the agreed one is refused as well.
+    // A lane whose security is not the agreed one is also refused.
     let open = lane_open(SESSION, &accept.secret, 2);
     let sealed = inside("a", || open_lane(receiving.address, Some(&tls.0), &open));
     let refused =
@@ -234,8 +235,8 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
-/// The destination does not answer the offer of a keying session, or stops responding after its
-/// answer.
+/// The destination either does not answer the request for a keying session, or stops responding
+/// after its answer.
 fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);
@@ -269,7 +270,7 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
             received.expect("a message arrives");
             asked.send(()).expect("the test waits");
             while peer.receive().is_some() {}
-            // The session's connection is closed with the migration.
+            // The connection of the keying session is closed when the migration ends.
             while session
                 .receive_exact(&mut first, Instant::now() + LIMIT)
                 .is_ok()
@@ -297,17 +298,18 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
     assert!(no_records("a"));
 }
 
-/// The parameters of a migration.
+/// The parameters of a test migration.
 struct How<'a> {
     options: Options,
     mode: Mode,
     cpus: &'a [u32],
-    /// Whether one of four lanes is killed during the migration, and keys are renewed before and
+    /// Whether one of four lanes is killed during the migration. If so, keys are renewed before and
     /// after that.
     strikes: bool,
 }
 
-/// Acts as the jailer of a VMM: opens all connections of the VMM.
+/// Opens all connections of the VMM and counts them, like a privileged process that opens the
+/// connections of a confined VMM.
 #[derive(Default)]
 struct Counting {
     connected: AtomicU32,
@@ -338,7 +340,7 @@ impl Host for Counting {
     }
 }
 
-/// Migrates the guest; `before_commit` is called when everything has been sent.
+/// Migrates the guest. Calls `before_commit` after all data has been sent.
 fn moves(
     guest: &Guest,
     tls: &Tls,
@@ -365,7 +367,7 @@ fn moves(
             inside("a", || {
                 let events = Mutex::new(Vec::new());
                 let observe = |event: &Event| {
-                    // All data of the lanes has arrived.
+                    // At this event, all data of the lanes has arrived.
                     if matches!(event, Event::Committing) {
                         before_commit(&near);
                     }
@@ -384,8 +386,8 @@ fn moves(
                     .observer(&observe)
                     .cancel(&none)
                     .run();
-                // There are the control lane and the session's control connection, and each lane
-                // has its own port.
+                // The source has opened the control lane, the control connection of the keying
+                // session, and each lane from a port of its own.
                 if let Ok(report) = &result {
                     assert!(counting.connected.load(SeqCst) >= 2);
                     let lanes = u32::try_from(report.lanes.len()).expect("there are few");
@@ -429,7 +431,7 @@ fn moves(
     (report, near)
 }
 
-/// Returns the source ports of open lanes.
+/// Returns the source ports of the open lanes.
 fn lane_ports(guest: &Guest) -> Vec<u16> {
     let filter =
         "ss -H -n -t state established dport = :7400 and sport >= :24576 and sport <= :28671";
@@ -445,7 +447,7 @@ fn lane_ports(guest: &Guest) -> Vec<u16> {
     said.lines().filter_map(port).collect()
 }
 
-/// Returns the epoch of the outbound SAs.
+/// Returns the epoch of the outbound SAs, which counts key renewals.
 fn epochs(sealed: &IpsecLanes) -> u32 {
     let sessions = sealed.sessions().expect("the kernel answers");
     let associations = sessions.iter().flat_map(|one| &one.associations);

@@ -1,5 +1,6 @@
-//! An unmodified QEMU migrates with plain multifd under `dunlin ipsec up`: an SA for each of its
-//! connections, new keys during the migration, and nothing in the clear.
+//! An unmodified QEMU migrates with plain multifd while `dunlin ipsec up` protects its ports.
+//! Each connection has an SA, keys are renewed during the migration, and no data is sent in the
+//! clear.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -23,9 +24,9 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// QEMU's connections for memory, in addition to the main one.
+/// The number of QEMU's multifd connections, in addition to the main connection.
 const CHANNELS: usize = 4;
-/// The guest's writes during the migration. Every byte of a non-zero page is sent.
+/// The memory that the guest writes during the migration. QEMU sends every byte of a non-zero page.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 6_000,
@@ -34,7 +35,7 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x5a,
 };
-/// A rate so low that keys are renewed during the migration.
+/// A bandwidth in bytes per second that is low enough to renew keys during the migration.
 const SLOW: u64 = 1 << 20;
 
 fn main() -> ExitCode {
@@ -93,8 +94,8 @@ fn migration(bandwidth: u64) -> Migration {
     migration
 }
 
-/// A migration is cancelled: its SAs are removed with its connections, and the guest
-/// continues to run.
+/// When a migration is cancelled, its SAs are removed with its connections, and the guest continues
+/// to run.
 fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     let mut destination = destination(setup);
     begin(source, &mut destination, &migration(SLOW)).expect("the migration begins");
@@ -110,7 +111,7 @@ fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
 }
 
 /// Migrates, and renews the keys during the migration. Reads the counters of each SA before the
-/// last pages are sent, because SAs are removed with their connections.
+/// last pages are sent, because an SA is removed with its connection.
 fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: &mut Machine) {
     let wait = json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
     let qmp = |machine: &mut Machine, command: &str, arguments: Value| {
@@ -157,7 +158,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     assert_eq!(ports.len(), CHANNELS + 1, "{used:?}");
     let carry = used.iter().filter(|one| bytes(one) > 1 << 20).count();
     assert_eq!(carry, CHANNELS, "each carries pages: {used:?}");
-    // New SAs have new counters, without the bytes that were sent before.
+    // The counters of the new SAs do not include bytes that were sent with the old SAs.
     assert!(late < 64 << 10, "by the fallback: {late} bytes");
     assert!(used.iter().all(|one| one["not_authentic"] == 0), "{used:?}");
     qmp(
@@ -172,14 +173,14 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     });
 }
 
-/// Returns the outbound SAs of single connections of a host.
+/// Returns the outbound SAs of a host that belong to single connections.
 fn own(guest: &Guest, host: &str) -> Vec<Value> {
     let all = associations(guest, host);
     let own = |one: &Value| one["direction"] == "out" && !one["connection"].is_null();
     all.into_iter().filter(own).collect()
 }
 
-/// Returns the bytes that host a has sent with the fallback SA.
+/// Returns the number of bytes that host a has sent with the fallback SA.
 fn fallback(guest: &Guest) -> u64 {
     let all = associations(guest, "a");
     let found = all

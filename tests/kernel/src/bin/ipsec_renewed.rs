@@ -1,5 +1,5 @@
-//! Under load, a session renews its keys, ends and starts again, slowly, so that each intermediate
-//! state lasts: nothing is in the clear, and no connection breaks.
+//! Under load, a session renews its keys, ends and starts again; no connection breaks.
+//! The process is slowed down so that each intermediate state lasts. No data is sent in the clear.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -33,12 +33,13 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Makes this program act as the process of the session.
+/// The argument with which this program acts as the process of the session.
 const SLOWLY: &str = "--slowly";
 /// How long each intermediate state lasts.
 const STEP: Duration = Duration::from_millis(50);
 const CONNECTIONS: usize = 4;
-/// The size of a piece that is written and read; each of its bytes is the number of the piece.
+/// The size in bytes of a piece that is written and read. Each byte of a piece is the number of the
+/// piece.
 const PIECE: usize = 4096;
 
 fn main() -> ExitCode {
@@ -82,7 +83,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
     let load = Load::default();
     thread::scope(|scope| {
         for (near, far) in &connections {
-            // Otherwise unsent bytes would keep the ports blocked for minutes.
+            // Without a reset on close, unsent bytes would keep the ports blocked for minutes.
             set_reset_on_close(near).expect("the socket is connected");
             set_reset_on_close(far).expect("the socket is connected");
             scope.spawn(|| load.write(near));
@@ -94,25 +95,25 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
             session.command("rekey");
             guest.command("dunlin", &status("b", &["--rekey"]));
             load.continues();
-            // The other host seals with the SAs that are inbound on the server.
+            // The SAs that are inbound on the server are those with which the other host encrypts.
             until("new keys", || {
                 let all = associations(guest, "b");
                 all.iter().all(|one| one["epoch"] == epoch)
             });
             load.continues();
         }
-        // From the first change on the ports are blocked; connections stall and wait.
+        // The first change blocks the ports, so that connections stall and wait.
         session.command("end");
         until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
-            // Nothing may arrive during this wait, in which ten changes are made.
+            // Nothing may arrive during this wait, in which ten changes take place.
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });
         session.await_line("ended");
         println!("{} changes", session.changes);
         session.over();
-        // The next session takes the blocked ports over, and the connections continue.
+        // The next session adopts the blocked ports, and the connections continue.
         let mut session = Slow::begin(mode);
         load.continues();
         session.command("end");
@@ -137,7 +138,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
     nothing_left(guest);
 }
 
-/// The load on all connections together.
+/// The total load on all connections.
 #[derive(Default)]
 struct Load {
     done: AtomicBool,
@@ -177,7 +178,7 @@ impl Load {
         }
     }
 
-    /// Waits until many more pieces have arrived.
+    /// Waits until many additional pieces have arrived.
     fn continues(&self) {
         let before = self.read.load(Ordering::SeqCst);
         until("the load continues", || {
@@ -187,7 +188,7 @@ impl Load {
     }
 }
 
-/// Ends the load when the test ends, even by a panic.
+/// Ends the load when the test ends, also by a panic.
 struct Ending<'a>(&'a Load, &'a [(TcpStream, TcpStream)]);
 
 impl Drop for Ending<'_> {
@@ -200,7 +201,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// The process of the session on host a.
+/// The process of the session, which runs on host a.
 struct Slow {
     child: Child,
     commands: ChildStdin,
@@ -234,7 +235,7 @@ impl Slow {
         writeln!(self.commands, "{what}").expect("the reader does not panic");
     }
 
-    /// Reads up to this line; each of the other lines reports a change to the kernel's
+    /// Reads lines up to the line `words`. Every other line reports a change to the kernel's
     /// tables.
     fn await_line(&mut self, words: &str) {
         loop {
@@ -257,8 +258,8 @@ impl Slow {
     }
 }
 
-/// The process of the session: slow in each change of the kernel's tables, and controlled by
-/// commands.
+/// The main function of the session's process. The process delays each change to the kernel's
+/// tables, and is controlled by commands.
 fn slowly(mode: &str) -> ExitCode {
     let load = Identity::load(Path::new("host-a"), LoadOptions::default());
     let (identity, _) = load.expect("`dunlin pki` created it");

@@ -1,5 +1,4 @@
-//! Whole sessions of `dunlin ipsec` between two hosts: an SA for each connection and for each CPU,
-//! new keys, and interference by other programs.
+//! Sessions of `dunlin ipsec` install SAs, renew keys and detect interference by other programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -58,8 +57,8 @@ fn main() -> ExitCode {
         let serve = p13_a_restarted_server_removes_what_the_killed_one_left(guest, serve);
         serve.end(guest);
         capture.end(guest);
-        // All other packets are ESP. (A host with blocked ports does not answer packets of its
-        // peer.)
+        // All other packets must be ESP. A host with blocked ports does not answer packets of its
+        // peer.
         let seen = |filter| captured(guest, "sessions.pcap", filter);
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
@@ -72,7 +71,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// `ipsec up --mode connection` as a hypervisor with several connections uses it.
+/// Uses `ipsec up --mode connection` as for a hypervisor with several connections.
 fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
@@ -113,17 +112,17 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     let before = seen.len();
     seen.extend(keys(guest, "a"));
     assert!(seen.len() >= before + 10, "every SPI is new: {seen:?}");
-    // Two SAs with the same key would repeat nonces, because both count from 0; GCM would then
-    // reveal the data.
+    // Two SAs with the same key would repeat nonces, because the nonces of both count from 0. With
+    // GCM, this would reveal the data.
     let different: BTreeSet<&String> = seen.values().collect();
-    assert_eq!(different.len(), seen.len(), "a key serves twice: {seen:?}");
+    assert_eq!(different.len(), seen.len(), "a key is used twice: {seen:?}");
     carry(guest, &connections);
     let used = own(&associations(guest, "a"));
     assert_eq!(used.len(), 4);
     for one in &used {
         assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
     }
-    // If a connection ends, its SA is removed and the others stay.
+    // When a connection ends, its SA is removed and the other SAs remain.
     let mut connections = connections;
     connections.pop();
     until("the SA is removed with its connection", || {
@@ -136,7 +135,7 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Both kernels of the rig have per-CPU SAs, the older one as a backport in its series.
+/// Both kernels under which this test runs have per-CPU SAs. In the older one they are a backport.
 fn each_cpu_has_an_sa(guest: &Guest) {
     let session = Process::up("cpu");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
@@ -166,7 +165,8 @@ fn each_cpu_has_an_sa(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// ESP in UDP arrives from several UDP source ports, which a network card can hash.
+/// ESP in UDP arrives from several UDP source ports, so that a network card can hash the packets to
+/// its queues.
 fn esp_in_udp_works_over_ipv6(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER_6, &["--mode", "connection", "--udp", "4500"]),
@@ -191,8 +191,8 @@ fn esp_in_udp_works_over_ipv6(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A policy of another program and another session of this host block the session; both stay
-/// unchanged.
+/// A policy of another program conflicts with the session, and so does another session of this
+/// host. Both stay unchanged.
 fn conflicting_policies_are_reported(guest: &Guest) {
     let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
     let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
@@ -215,7 +215,8 @@ fn conflicting_policies_are_reported(guest: &Guest) {
         "the first session's SAs exist"
     );
     assert_eq!(associations(guest, "b").len(), 2);
-    // The control connection must not be among the ports, of its own session or of another one.
+    // The port of the control connection must not be among the ports of its own session or of
+    // another session.
     let server = serve_at("[::]:4447", "4447-4451", "host-a.example");
     for ports in ["4447", "4448-4451"] {
         fails(up_at("10.0.0.2:4447", ports), "ports-taken", "port 4447");
@@ -225,13 +226,13 @@ fn conflicting_policies_are_reported(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The session is refused with this fault code, and the message contains `name`.
+/// Asserts that the session is refused with this fault code and that the message contains `name`.
 fn refused(code: &str, name: &str) {
     let more = ["--mode", "connection", "--control", "run-2"];
     fails(up_with(SERVER, &more), code, name);
 }
 
-/// If a policy is removed, the session ends with an error, and its ports stay blocked.
+/// If a policy is removed, the session ends with an error and its ports stay blocked.
 fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "policy", "flush"]);
@@ -253,7 +254,8 @@ fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A setting of one device, or of all devices, would let the ports' packets bypass IPsec.
+/// Tests settings of one device, or of all devices, with which the packets of the ports would
+/// bypass IPsec.
 fn a_device_that_bypasses_ipsec_is_refused(guest: &Guest) {
     let set = |of: &str, name: &str, value: u8| {
         let file = format!("/proc/sys/net/ipv4/conf/{of}/{name}");
@@ -274,7 +276,7 @@ fn a_device_that_bypasses_ipsec_is_refused(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The command fails on either side and names the missing capability.
+/// The command fails on either side, and its error names the missing capability.
 fn without_the_capability_no_session_starts(guest: &Guest) {
     const UNPRIVILEGED: u32 = 65_534;
     let own = format!("{UNPRIVILEGED}:{UNPRIVILEGED}");
@@ -309,7 +311,7 @@ fn without_the_capability_no_session_starts(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The peer accepts the connection and sends nothing.
+/// The peer accepts the connection but sends nothing.
 fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
     let silent = inside("b", || TcpListener::bind("10.0.0.2:7303")).expect("b listens");
     let mut command = up_with("10.0.0.2:7303", &["--control", "run-2"]);
@@ -325,8 +327,9 @@ fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The host with the other session in its records refuses, before anything is installed. Remains of
-/// a killed process are listed as such.
+/// A session may not include the port of another session's control connection. The host that has the
+/// record of the other session refuses the new one before it installs anything. After the process of
+/// a session is killed, `status` still lists the session and advises `dunlin ipsec clean`.
 fn ports_of_another_control_connection_are_refused(guest: &Guest) {
     let mut session = Process::up("connection");
     let policies = || {
@@ -334,7 +337,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
         [of("a"), of("b")]
     };
     let before = policies();
-    // With another directory of records a host does not see the other session.
+    // With another directory of records, a host does not see the other session.
     for (state_a, state_b, is_peers) in
         [("state-a", "other-b", false), ("other-a", "state-b", true)]
     {
@@ -376,7 +379,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
         said.contains(&pid.to_string()) && said.contains("`dunlin ipsec clean`"),
         "{said}"
     );
-    until("the other side has missed it", || sealed(guest, "b") == 0);
+    until("the peer has noticed the loss", || sealed(guest, "b") == 0);
     let said = at("b", "status", &["--control", "run-b", "--json"]);
     assert!(said.contains("\"kept\":false"), "{said}");
     for host in ["a", "b"] {
@@ -391,7 +394,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
     }
 }
 
-/// A certificate is not accepted from another address.
+/// A server rejects a certificate that is used from an address outside the peer's addresses.
 fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
     let up = || up_at("10.0.0.2:7303", PORTS);
     let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.3,fd00::/64");
@@ -404,7 +407,7 @@ fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Starts another server on host b.
+/// Starts an additional server on host b.
 fn serve_at(listen: &str, ports: &str, peer: &str) -> Process {
     let words = ["dunlin", "ipsec", "serve", "--listen", listen];
     let mut command = Command::new("ip");
@@ -415,7 +418,7 @@ fn serve_at(listen: &str, ports: &str, peer: &str) -> Process {
     Process::begin(command, "listening on")
 }
 
-/// Starts another session from host a.
+/// Returns the command that starts an additional session from host a.
 fn up_at(server: &str, ports: &str) -> Command {
     let words = ["dunlin", "ipsec", "up", "--peer", server];
     let mut command = Command::new("ip");
@@ -427,7 +430,7 @@ fn up_at(server: &str, ports: &str) -> Command {
     command
 }
 
-/// The command fails with this fault code, and the message contains `name`.
+/// Asserts that the command fails with this fault code and that the message contains `name`.
 fn fails(mut command: Command, code: &str, name: &str) {
     let refused = command.output().expect("the program starts");
     let said = String::from_utf8_lossy(&refused.stderr);
@@ -435,12 +438,12 @@ fn fails(mut command: Command, code: &str, name: &str) {
     assert!(ends_with_code(&said, code) && said.contains(name), "{said}");
 }
 
-/// Whether the last line, the error of the command, ends with this fault code.
+/// Whether the last line, which is the command's error, ends with this fault code.
 fn ends_with_code(said: &str, code: &str) -> bool {
     said.trim_end().ends_with(&format!(" [{code}]"))
 }
 
-/// The number of packets that a policy has prevented host a from sending.
+/// Returns the number of packets that policies have prevented host a from sending.
 fn blocked(guest: &Guest) -> u64 {
     let counters = guest.output("ip", &netns("a", &["cat", "/proc/net/xfrm_stat"]));
     let mut lines = counters.lines();
@@ -449,7 +452,7 @@ fn blocked(guest: &Guest) -> u64 {
     blocked.unwrap_or_else(|| panic!("{counters}"))
 }
 
-/// When a session ends, unsent data of a connection does not leave in the clear.
+/// After a session has ended, unsent data of a connection does not leave in the clear.
 fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER, &["--mode", "connection", "--quiet-wait", "1s"]),
@@ -466,10 +469,10 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
         )],
     );
     assert_eq!(session.end_with(guest), Some(1), "the ports are not free");
-    // From now on TCP would retransmit it if a policy allowed it.
+    // From now on, TCP would retransmit the data if a policy allowed it.
     let before = blocked(guest);
     let _ = (&near).write_all(&[7; 4096]);
-    // The first segment and one retransmission are blocked.
+    // Both the first segment and one retransmission are blocked.
     until("the policy blocks what is sent again", || {
         blocked(guest) >= before + 2
     });
@@ -487,7 +490,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
         policies.contains("action block"),
         "the ports are still in use: {policies}"
     );
-    // Act as if the owner had died: the kernel discards the unsent data.
+    // Act as if the connection's owner had died, so that the kernel discards the unsent data.
     for end in [&near, &far] {
         set_reset_on_close(end).expect("a socket");
     }
@@ -498,8 +501,8 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     });
 }
 
-/// The next server removes the killed server's SAs before it accepts a peer. The peer's session
-/// has ended by itself.
+/// The next server removes the SAs of a killed server before it accepts a peer. The peer's session
+/// has already ended.
 fn p13_a_restarted_server_removes_what_the_killed_one_left(
     guest: &Guest,
     serve: Process,
@@ -512,13 +515,13 @@ fn p13_a_restarted_server_removes_what_the_killed_one_left(
         !session.0.wait().expect("the process ends").success(),
         "the session ends with its peer"
     );
-    // Killing the server or cutting the control connection does not open a port.
+    // Killing the server or cutting the control connection does not unblock a port.
     assert_eq!(sealed(guest, "a"), 0);
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
     assert!(!empty(guest, "b"));
     let again = Process::serve();
-    // The session's SAs are removed; the blocking policies stay until the next session replaces
+    // The session's SAs are removed. The blocking policies stay until the next session replaces
     // them.
     assert_eq!(sealed(guest, "b"), 0);
     let policies = guest.output("ip", &["-n", "b", "xfrm", "policy"]);
@@ -528,13 +531,13 @@ fn p13_a_restarted_server_removes_what_the_killed_one_left(
     again
 }
 
-/// Whether a host's server has no session and no SA.
+/// Whether the server on a host has no session and no SA.
 fn has_none(guest: &Guest, host: &str) -> bool {
     let sessions = guest.output("dunlin", &status(host, &["--json"]));
     sealed(guest, host) == 0 && sessions.is_empty()
 }
 
-/// The keys of a host's SAs by SPI, read from the kernel.
+/// Returns the keys of a host's SAs by SPI, read from the kernel.
 fn keys(guest: &Guest, host: &str) -> BTreeMap<String, String> {
     let states = guest.output("ip", &["-n", host, "-o", "xfrm", "state"]);
     let word_after = |line: &str, name: &str| {
@@ -550,7 +553,7 @@ fn keys(guest: &Guest, host: &str) -> BTreeMap<String, String> {
     states.lines().filter_map(key).collect()
 }
 
-/// The number of a host's SAs.
+/// Returns the number of a host's SAs.
 fn sealed(guest: &Guest, host: &str) -> usize {
     let states = guest.output("ip", &["-n", host, "xfrm", "state"]);
     states.matches("proto esp").count()

@@ -1,4 +1,4 @@
-//! The command of an earlier commit and the current one: keying sessions, new keys, a migration.
+//! An earlier and the current version of `dunlin` share sessions, renew keys and migrate a VM.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
         }
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "skew.pcap", filter);
-        // Control connections are TLS.
+        // Exclude the control connections, which use TLS.
         assert_eq!(seen("tcp and not port 7302 and not port 7400"), 0);
         assert_eq!(seen(&format!("tcp portrange {POOL}")), 0);
         assert!(seen("esp") > 100);
@@ -58,7 +58,7 @@ fn i6_connections_use_esp_and_keys_are_renewed(guest: &Guest, [near, far]: [&str
             (near, listener.accept().expect("b accepts").0)
         })
         .collect();
-    // Each process is queried by the other version.
+    // Query each process with the other version of the command.
     let both = [("a", far), ("b", near)];
     let own = |(host, by): (&str, &str)| -> Vec<Value> {
         let mut all = associations_by(by, guest, host);

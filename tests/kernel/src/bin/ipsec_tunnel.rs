@@ -1,5 +1,5 @@
-//! QEMU through a tunnel with lanes over IPsec: a lane is killed and keys are renewed during the
-//! migration, pages are compared, and nothing is in the clear. Bytes also pass in both
+//! QEMU migrates through a tunnel with lanes over IPsec, while a lane is killed and keys are renewed.
+//! All pages are compared, and no data is sent in the clear. Another test passes bytes in both
 //! directions.
 
 use std::fs::{self, File};
@@ -32,10 +32,11 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x7a,
 };
-/// A rate so low that a lane can be killed and keys can be renewed during the migration.
+/// A bandwidth in bytes per second. It is so low that the migration lasts until the test has killed a
+/// lane and keys have been renewed.
 const SLOW: u64 = 2 << 20;
 const LANES: usize = 4;
-/// The bytes that are sent and returned.
+/// The number of bytes that are sent and returned.
 const BYTES: usize = 4 << 20;
 
 fn main() -> ExitCode {
@@ -43,7 +44,8 @@ fn main() -> ExitCode {
         connect(guest);
         for host in ["a", "b"] {
             guest.command("ip", &["-n", host, "link", "set", "lo", "up"]);
-            // Unsent data of lanes of lost sessions is blocked; TCP should give it up soon.
+            // The ports of a lost session stay blocked until TCP gives up the unsent data of its lanes.
+            // Make TCP do so soon.
             let sysctl = ["sysctl", "-q", "-w", "net.ipv4.tcp_orphan_retries=1"];
             guest.command("ip", &netns(host, &sysctl));
         }
@@ -69,7 +71,7 @@ fn main() -> ExitCode {
             empty(guest, "a") && empty(guest, "b")
         });
         let left = tap.end();
-        // The tunnels' own connections use TLS, and nothing else was in the clear.
+        // Only the tunnels' own connections were not sealed, and they use TLS.
         assert!(left.is_sealed(&(24_576..=28_671)), "{left:?}");
         for (from, to) in left.clear.keys() {
             let is_tls = [7300, 7301].iter().any(|port| [from, to].contains(&port));
@@ -80,12 +82,13 @@ fn main() -> ExitCode {
         let least = (WORKLOAD.pages * 4096 + 2 * BYTES as u64) / 1500;
         assert!(sealed > least, "by ESP: {left:?}");
         assert!(clear < least / 4, "only control lanes: {left:?}");
-        // An SA for each CPU and the fallback, at least twice.
+        // Each key generation has an SA for each CPU and the fallback, and there were at least two
+        // generations.
         assert!(left.sealed.len() >= 2 * LANES, "new keys: {left:?}");
     })
 }
 
-/// A channel is refused with the reason if the peer does not accept its lanes.
+/// If the peer does not accept lanes over IPsec, the channel is refused and the log has the reason.
 fn a_peer_without_ipsec_refuses_the_channel() {
     let input = File::open("/dev/null").expect("the device exists");
     let done = stdio("unprepared", input).output().expect("ip starts");
@@ -94,7 +97,7 @@ fn a_peer_without_ipsec_refuses_the_channel() {
     assert!(said.contains("(security-not-agreed; "), "{said}");
 }
 
-/// Both sides open lanes, each for the data that it sends.
+/// Each side opens lanes for the data that it sends.
 fn bytes_pass_in_both_directions() {
     fs::write("content", pattern(BYTES, 7)).expect("the folder is writable");
     let input = File::open("content").expect("the file exists");
@@ -151,7 +154,7 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     );
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
-    // Without the SAs nothing leaves; the sessions in both directions end, and new ones start.
+    // Without SAs nothing can be sent. The sessions of both directions end, and new sessions start.
     let before = lanes(guest);
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
     until("lanes of another session are open", || {
@@ -261,7 +264,7 @@ allow = ["host-a.example"]
     )
 }
 
-/// Starts a tunnel on a host; its log goes to a file.
+/// Starts a tunnel on a host. The tunnel's log goes to a file.
 fn tunnel(host: &str, name: &str, config: &str) -> Process {
     let file = format!("{name}.toml");
     fs::write(&file, config).expect("the folder is writable");

@@ -1,5 +1,5 @@
-//! Confined VM processes with the privileges for lanes over IPsec: a VM migrates. Without them the
-//! migration fails with the reason.
+//! A VM of confined processes migrates over IPsec, if the processes have the necessary privileges.
+//! Without these privileges, the migration fails and the error has the reason.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
@@ -62,8 +62,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. The
-/// figures are meaningless in this machine.
+/// Tests `dunlin bench lanes --security ipsec` with one SA, one SA for each CPU, and one SA for
+/// each lane. Does not check the measured figures, which are meaningless in this machine.
 fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2 --json";
     let at = |host: &str, more: &str| {
@@ -96,8 +96,8 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
             "{variant}"
         );
     }
-    // Check this before the process is killed: anything that it has not removed by then stays until
-    // the next process removes it.
+    // Check this before the process is killed. If the process had not removed its state by now, the
+    // state would stay until the next process removes it.
     nothing_left(guest);
     drop(listening);
 }

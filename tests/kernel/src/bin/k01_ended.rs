@@ -1,4 +1,4 @@
-//! If a peer ends its connection with the handshake, the kernel accepts no keys for it.
+//! The kernel accepts no keys for a connection if the peer ends its stream right after the handshake.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The server ends it.
+/// If the server ends the stream, `dunlin handoff connect` fails and prints one line.
 fn connect_fails_in_one_line(guest: &Guest) {
     let stunnel = stunnel(guest, 4443, "");
     let port = end_with_handshake(Side::Server, stunnel.port);
@@ -39,7 +39,7 @@ fn connect_fails_in_one_line(guest: &Guest) {
     assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
 }
 
-/// The client shuts down its sending direction and keeps reading.
+/// The client shuts down its sending direction and continues to read, so that it receives the alert.
 fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
     let consumer = UnixListener::bind("consumer").expect("the folder is writable");
     let accept = Accept::start(guest, "1.2", &[]);
@@ -52,7 +52,7 @@ fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
         .expect("the output is text");
     assert!(said.contains("alert internal error"), "{said}");
     let _ = accept.says("fault=control-lost name=own");
-    // The consumer of its sockets was connected to and received nothing.
+    // `accept` connected to the consumer of its sockets and sent nothing.
     let mut line = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut line).expect("the stream ends");

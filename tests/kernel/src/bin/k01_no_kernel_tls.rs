@@ -17,7 +17,7 @@ use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{Direction, attach, installed};
 use nix::errno::Errno;
 
-/// Set in the environment of the unprivileged process.
+/// The variable that is set in the environment of the unprivileged process.
 const UNPRIVILEGED: &str = "RIG_UNPRIVILEGED";
 
 const NEEDS: Needs = Needs {
@@ -46,8 +46,8 @@ fn attach_needs_a_connected_socket() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     assert_eq!(attach(&listener).map_err(errno), Err(Errno::ENOTCONN));
 
-    // The kernel accepts no keys after the peer's end of stream either, although the socket could
-    // still send.
+    // After the peer's end of stream, the kernel accepts no keys, although the socket could still
+    // send.
     let (near, far) = connected();
     far.shutdown(Shutdown::Write).expect("the socket is open");
     assert_eq!(receive(&near, &mut [0; 8]), Ok((23, 0)));
@@ -77,7 +77,7 @@ fn keys_need_an_attached_socket() {
     }
 }
 
-/// The situation is that of a container: the module exists, but no process inside may load
+/// This is the situation in a container: the module exists, but no process in the container may load
 /// it.
 fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     let _unloaded = guest.without_module("tls");
@@ -92,11 +92,11 @@ fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
         Ok(()),
         "the failed attempt left nothing behind"
     );
-    // Once loaded, it is available to every process.
+    // After the module is loaded, it is available to every process.
     unprivileged("Ok(())");
 }
 
-/// The command prints one line with advice, after a complete handshake.
+/// The hand-off command fails after a complete handshake, and prints one line with advice.
 fn lanes_fall_back_and_the_hand_off_fails(guest: &Guest) {
     for suite in CipherSuite::ALL {
         assert_eq!(choose(Offload::Kernel, suite).err(), Some(Refused::Absent));
@@ -114,7 +114,7 @@ fn lanes_fall_back_and_the_hand_off_fails(guest: &Guest) {
     assert_eq!(called.err.lines().count(), 1, "{called:?}");
     assert!(called.err.ends_with(" [kernel]\n"), "{called:?}");
     assert!(called.err.contains("modprobe tls"), "{called:?}");
-    // stunnel opens one connection for each complete handshake.
+    // The stunnel opens one connection to its target for each complete handshake.
     let _ = stunnel.target.accept().expect("stunnel connects");
     accept_forwards_and_passes_no_socket(guest, &stunnel);
     let certificate = ["--cert", "other.pem", "--key", "other.key"];
@@ -155,7 +155,7 @@ fn accept_forwards_and_passes_no_socket(guest: &Guest, stunnel: &Stunnel) {
     assert_eq!(&received, b"hello\n");
 }
 
-/// Runs this test as an unprivileged user and expects the attempt to print `expected`.
+/// Runs this test as an unprivileged user, and expects that the attempt has the result `expected`.
 fn unprivileged(expected: &str) {
     let status = Command::new(env::current_exe().expect("proc is mounted"))
         .env(UNPRIVILEGED, expected)

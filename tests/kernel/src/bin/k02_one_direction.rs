@@ -1,4 +1,5 @@
-//! A socket with a key for one direction sends or reads the other in the clear: install both.
+//! With a key for only one direction, a socket uses the other direction in the clear.
+//! Callers must therefore install both keys.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,10 +19,10 @@ fn main() -> ExitCode {
     })
 }
 
-/// Returns a socket for which the key of one direction was refused, as by a sandbox or by a
-/// kernel that lacks the cipher.
+/// Returns a socket for which the kernel refused the key of one direction. A sandbox, or a kernel
+/// that lacks the cipher, has the same effect.
 fn without(direction: Direction, socket: TcpStream) -> TcpStream {
-    // A seccomp filter stays with its thread.
+    // A seccomp filter stays with its thread, so use a separate thread.
     thread::spawn(move || {
         ktls::attach(&socket).expect("the kernel has TLS");
         forbid(direction);
@@ -46,7 +47,8 @@ fn without_a_sending_key_data_leaves_in_the_clear(guest: &Guest) {
     let mut near = without(Direction::Sending, near);
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0);
     assert_eq!(stat(guest, "TlsCurrRxSw"), 1);
-    // The socket opens records, so a test that only receives would not detect the fault.
+    // The socket decrypts records, so a test that only receives would not detect the missing
+    // sending key.
     let mut seals = Half::new(&Keys::new(2));
     far.write_all(&seals.seal(DATA, b"sealed"))
         .expect("the data is sent");

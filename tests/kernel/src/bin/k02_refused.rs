@@ -1,4 +1,4 @@
-//! If the kernel refuses the key of one direction, lanes stay in user space and the hand-off fails.
+//! If the kernel refuses the key of one direction, lanes stay in user space and a hand-off fails.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -32,8 +32,8 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         let stunnel = stunnel(guest, 4443, "");
-        // Each direction is tested with its own suite, because the result of a probe is cached for
-        // each suite.
+        // Test each direction with a cipher suite of its own, because the result of a probe is
+        // cached for each suite.
         for (direction, suite) in [
             (Direction::Sending, CipherSuite::Aes256Gcm),
             (Direction::Receiving, CipherSuite::Aes128Gcm),
@@ -51,8 +51,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The kernel accepts the receiving key of the connection to be passed and refuses the sending key:
-/// the command closes the connection without sending a byte. The test cannot predict the
+/// The kernel accepts the receiving key of the connection to be passed and refuses the sending key.
+/// The command must close the connection without sending a byte. The test cannot predict the
 /// descriptor's number, so it refuses each number in turn.
 fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
     let mut refused = 0;
@@ -107,7 +107,7 @@ fn a_hand_off_fails_in_one_line(guest: &Guest, stunnel: &Stunnel) {
         "{called:?}"
     );
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is closed");
-    // The handshake was complete, so stunnel has connected; no data was sent.
+    // The handshake was complete, so the stunnel has connected to its target. No data was sent.
     let deadline = Instant::now() + Duration::from_secs(30);
     assert!(wait_readable(&stunnel.target, deadline).expect("the socket can be polled"));
     let (mut far, _) = stunnel.target.accept().expect("a connection is pending");

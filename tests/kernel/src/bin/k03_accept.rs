@@ -1,5 +1,5 @@
-//! `dunlin handoff accept` hands over connections for its own server name, and forwards all others to
-//! a stunnel.
+//! `dunlin handoff accept` hands over connections for its own server name.
+//! It forwards all other connections to a stunnel.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -28,7 +28,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Not a multiple of a record.
+/// The number of bytes that are exchanged. It is not a multiple of a record.
 const BYTES: usize = (4 << 20) + 777;
 /// The number of bytes that a client sends before the kernel has the keys.
 const EARLY: usize = 100 << 10;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
         let behind = service.local_addr().expect("the listener is bound");
         let _stunnel = stunnel_to(guest, 4443, behind, "");
         let consumer = UnixListener::bind("consumer").expect("the folder is writable");
-        // A short queue, which fills up quickly.
+        // The listener has a short queue, which fills up quickly.
         let few = Backlog::new(1).expect("the text is a number");
         listen(&consumer, few).expect("the socket is a listener");
 
@@ -80,12 +80,12 @@ fn blocks(socket: &impl AsRawFd) -> bool {
     flags.expect("the descriptor has flags") & NONBLOCKING == 0
 }
 
-/// States of a connection in /proc/net/tcp: both ends are open, or the peer has closed its end.
+/// States of a connection in /proc/net/tcp: both ends are open; the peer has closed its end.
 const ESTABLISHED: u8 = 1;
 const CLOSE_WAIT: u8 = 8;
 
-/// Waits until `found` accepts the state of a connection at this port and the number of bytes in
-/// its receive queue (proc_net_tcp(5)).
+/// Waits until `found` returns true for a connection at this port. `found` gets the connection's
+/// state and the number of bytes in its receive queue (proc_net_tcp(5)).
 fn wait_for_socket(port: u16, found: impl Fn(u8, u64) -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
     let local = format!(":{port:04X}");
@@ -108,7 +108,7 @@ fn wait_for_socket(port: u16, found: impl Fn(u8, u64) -> bool) {
     }
 }
 
-/// A counter of kernel TLS; zero until the module is loaded.
+/// Returns a counter of kernel TLS, or zero before the module is loaded.
 fn stat(guest: &Guest, name: &str) -> u64 {
     const FILE: &str = "/proc/net/tls_stat";
     match Path::new(FILE).exists() {
@@ -118,7 +118,7 @@ fn stat(guest: &Guest, name: &str) -> u64 {
 }
 
 fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpListener) {
-    // The command probed the kernel at its start.
+    // The command probed the kernel when it started, so the counter may be above zero.
     let before = stat(guest, "TlsRxSw");
     let mut client = client(port, "pool", "-tls1_2");
     let mut served = service.accept().expect("the listener is open").0;
@@ -128,7 +128,7 @@ fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpLis
 }
 
 fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer: &UnixListener) {
-    // Names are case-insensitive.
+    // Names are case-insensitive, so this is the command's own name.
     let mut client = client(port, "OWN", "-tls1_2");
     let (mut socket, line) = take(consumer);
     assert_eq!(line["offload"], "kernel");
@@ -153,7 +153,7 @@ fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer
             "{installed:?}"
         );
     }
-    // The probe's sockets have been closed.
+    // Only the passed socket counts, because the sockets of the probe have been closed.
     let now = |way: &str| stat(guest, &format!("TlsCurr{way}Sw"));
     assert_eq!((now("Tx"), now("Rx")), (1, 1));
     assert!(blocks(&socket), "plain programs wait in their reads");
@@ -161,8 +161,8 @@ fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-/// A client's data is in the socket before the kernel has the keys: the consumer accepts late, and
-/// the keys are installed only then.
+/// Data of a client is in the socket before the kernel has the keys. The test causes this with a
+/// consumer that accepts late, because the keys are installed only when it accepts.
 fn data_that_arrived_before_the_keys_is_read(
     guest: &Guest,
     port: u16,
@@ -175,7 +175,7 @@ fn data_that_arrived_before_the_keys_is_read(
     let early = pattern(EARLY, 7);
     let mut input = client.0.stdin.take().expect("the stream is piped");
     input.write_all(&early).expect("the data is accepted");
-    // The rest may not fit into the socket; if so, it waits at the client.
+    // If not all data fits into the socket, the client keeps the remaining data.
     wait_for_socket(port, |_, waiting| waiting > EARLY as u64 / 2);
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
     empty_queue(queue, consumer);
@@ -188,7 +188,8 @@ fn data_that_arrived_before_the_keys_is_read(
     exchange(&mut client.0, &mut socket);
 }
 
-/// The kernel accepts no keys for a connection that its peer ended while the consumer was late.
+/// The kernel accepts no keys for a connection whose peer ended the stream while the consumer was
+/// late.
 fn a_client_that_ends_before_the_keys_is_refused(
     guest: &Guest,
     accept: &Accept,
@@ -201,8 +202,8 @@ fn a_client_that_ends_before_the_keys_is_refused(
     input
         .write_all(b"last words")
         .expect("the data is accepted");
-    // The client reads its input when its handshake has ended, and receives nothing more after
-    // that.
+    // The client reads its input only after its handshake, so an empty pipe shows that the handshake
+    // has ended.
     let until = Instant::now() + Duration::from_secs(60);
     while unread_bytes(&input).expect("the descriptor is a pipe") > 0 {
         assert!(Instant::now() < until, "the handshake does not end");
@@ -213,7 +214,7 @@ fn a_client_that_ends_before_the_keys_is_refused(
     wait_for_socket(accept.port, |state, _| state == CLOSE_WAIT);
     empty_queue(queue, consumer);
     let _ = accept.says("fault=control-lost name=own");
-    // The command connected to the consumer and sent nothing.
+    // `accept` connected to the consumer and sent nothing.
     let mut passed = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut passed).expect("the stream ends");
@@ -221,7 +222,7 @@ fn a_client_that_ends_before_the_keys_is_refused(
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel had no key");
 }
 
-/// Sends a ClientHello in records of two bytes and segments of three bytes.
+/// A client sends its ClientHello in records of two bytes and segments of three bytes.
 fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     let between = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     let near = between.local_addr().expect("the listener is bound").port();
@@ -249,8 +250,8 @@ fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     receives(&mut client, &take(consumer).0);
 }
 
-/// There are 130 clients that send nothing or part of a ClientHello, and one client with a
-/// consumer that does not accept.
+/// Besides the client under test, 130 clients send nothing or only a part of a ClientHello, and the
+/// consumer of another client does not accept.
 fn slow_clients_and_slow_consumers_delay_no_other(
     accept: &Accept,
     slow: &Path,
@@ -275,8 +276,8 @@ fn slow_clients_and_slow_consumers_delay_no_other(
     drop((queue, waiting, clients));
 }
 
-/// The client's certificate is required if `--peer` names it. Without a server for other names,
-/// clients that request such a name get an alert.
+/// A client must present the certificate that `--peer` names. Without a server for other names, a
+/// client that requests another name gets an alert.
 fn the_clients_identity_is_sent_with_its_socket(guest: &Guest, consumer: &UnixListener) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {
@@ -306,7 +307,7 @@ fn the_clients_identity_is_sent_with_its_socket(guest: &Guest, consumer: &UnixLi
     errors
         .read_to_string(&mut said)
         .expect("the output is text");
-    // The alert is unrecognized_name.
+    // This is the number of the alert unrecognized_name.
     assert!(said.contains("alert number 112"), "{said}");
     let _ = accept.says("fault=unknown-route name=other");
 }
@@ -320,7 +321,7 @@ fn receives(client: &mut Background, mut socket: &TcpStream) {
     assert_eq!(&received, b"hello\n");
 }
 
-/// Opens connections until the next one has to wait.
+/// Opens connections until the queue is full, so that the next connection has to wait.
 fn fill_queue(path: &Path) -> Vec<UnixStream> {
     let soon = || Instant::now() + Duration::from_millis(100);
     let (_waker, stop) = waker().expect("a descriptor is free");
@@ -338,7 +339,7 @@ fn empty_queue(queue: Vec<UnixStream>, consumer: &UnixListener) {
     }
 }
 
-/// Sends data in both directions simultaneously, then ends the client.
+/// Sends data in both directions simultaneously. Then ends the client.
 fn exchange(client: &mut Child, served: &mut TcpStream) {
     let (there, back) = (pattern(BYTES, 1), pattern(BYTES, 2));
     let mut input = client.stdin.take().expect("the stream is piped");

@@ -1,4 +1,4 @@
-//! Tickets of a TLS 1.3 server are consumed before the hand-off; a key update ends the connection.
+//! A hand-off consumes the tickets of a TLS 1.3 server; a later key update ends the connection.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -28,13 +28,14 @@ fn main() -> ExitCode {
     })
 }
 
-/// stunnel sends two tickets; a plain read that finds one would fail with EIO.
+/// The stunnel sends two tickets. If a ticket were left in the socket, a plain read would fail with
+/// EIO.
 fn session_tickets_are_consumed(guest: &Guest) {
     let flags: Vec<_> = FLAGS.split_whitespace().collect();
     let stunnel = stunnel(guest, 4443, "sslVersion = TLSv1.3");
     for _ in 0..3 {
         let (near, far) = connected(&stunnel, &flags);
-        // The peer sends first, so the read happens after the tickets.
+        // The peer sends first, so the socket is read after the tickets have arrived.
         exchange(&far, &near, &pattern(100_000, 1), &pattern(200_000, 2));
     }
 }
@@ -59,7 +60,7 @@ fn a_key_update_ends_the_connection() {
     let mut before = [0; 7];
     socket.read_exact(&mut before).expect("the data arrives");
     assert_eq!(&before, b"before\n");
-    // This command makes s_server update its sending key.
+    // The command "k" makes s_server update its sending key.
     stdin.write_all(b"k\n").expect("the data is written");
     stdin.write_all(b"after\n").expect("the data is written");
     let error = socket

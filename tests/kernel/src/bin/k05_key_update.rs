@@ -24,13 +24,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// An application without knowledge of TLS gets EIO, and the message stays in the socket.
+/// An application that cannot parse TLS messages gets EIO, and the message stays in the socket.
 fn a_plain_read_fails() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(DATA, b"before");
     peer.send(HANDSHAKE, &KEY_UPDATE);
     let mut buffer = [0; 64];
-    // A read stops at a record of another type, so the data before it is not lost.
+    // A read stops before a record of another type, so the data before that record is not lost.
     assert_eq!(
         kernel.read(&mut buffer).expect("the record is authentic"),
         6
@@ -41,7 +41,7 @@ fn a_plain_read_fails() {
     assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
 }
 
-/// Up to 6.13 the kernel does not parse handshake messages.
+/// Up to Linux 6.13, the kernel does not parse a KeyUpdate, and cannot decrypt the record after it.
 fn the_next_record_does_not_open(guest: &Guest) {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(HANDSHAKE, &KEY_UPDATE);
@@ -75,12 +75,12 @@ fn nothing_is_read_before_the_new_key(guest: &Guest) {
     assert_eq!(receive(&kernel, &mut buffer), Ok((HANDSHAKE, 5)));
     peer.send(DATA, b"under the new key");
     await_bytes(&kernel, 5 + 17 + 1 + 16);
-    // A thread in poll() waits for ever; a thread in read() gets the error.
+    // A thread that waits in poll() waits forever. A thread that calls read() gets the error.
     assert!(!readable(&kernel), "poll does not report it");
     assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EKEYEXPIRED));
     let error = kernel.read(&mut buffer).expect_err("there is no key");
     assert_eq!(error.raw_os_error(), Some(Errno::EKEYEXPIRED as i32));
-    // Sending is not affected.
+    // The sending direction is not affected.
     kernel.write_all(b"still").expect("the data is sent");
     assert_eq!(peer.receive(), Some((DATA, b"still".to_vec())));
 
@@ -100,7 +100,8 @@ fn nothing_is_read_before_the_new_key(guest: &Guest) {
 fn both_directions_continue_with_new_keys(guest: &Guest) {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     kernel.write_all(b"old").expect("the data is sent");
-    // A new key must have the same version and cipher; another version is refused without effect.
+    // A new key must have the same version and cipher. A key for another version is refused and has
+    // no effect.
     let other = Keys {
         version: Version::V1_2,
         ..Keys::new(4)
@@ -113,7 +114,7 @@ fn both_directions_continue_with_new_keys(guest: &Guest) {
     assert_eq!(peer.receive(), Some((HANDSHAKE, KEY_UPDATE.to_vec())));
     peer.opens = Half::new(&Keys::new(4));
     assert_eq!(peer.receive(), Some((DATA, b"new".to_vec())));
-    // The kernel does not require the peer's KeyUpdate: a key that is set too early breaks the
+    // The kernel does not wait for the peer's KeyUpdate. A new key that is set too early breaks the
     // lane.
     peer.send(DATA, b"old");
     set(&kernel, Direction::Receiving, &Keys::new(3)).expect("the kernel accepts the new key");

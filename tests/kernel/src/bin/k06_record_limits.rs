@@ -8,7 +8,7 @@ use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::ktls::Version;
 use nix::errno::Errno;
 
-/// The limit of AES-GCM under one key (RFC 8446, section 5.5).
+/// The number of records that AES-GCM may protect under one key (RFC 8446, section 5.5).
 const LIMIT: u64 = 1 << 24;
 
 fn main() -> ExitCode {
@@ -28,7 +28,7 @@ fn keys(version: Version, number: u8, sequence: u64) -> Keys {
     }
 }
 
-/// The application has to count records.
+/// The kernel does not enforce the limit, so the application has to count records.
 fn seals_beyond_the_limit_of_the_cipher(version: Version) {
     let at = LIMIT - 2;
     let (mut kernel, mut peer) = kernel_and_peer(keys(version, 1, at), keys(version, 2, at));

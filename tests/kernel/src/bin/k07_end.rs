@@ -19,7 +19,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Therefore the application protocol must mark its own end.
+/// A plain read does not detect a truncated stream, so the application protocol must mark its own
+/// end.
 fn a_cut_connection_reads_as_an_end(guest: &Guest) {
     for of_record in [0, 4, 20] {
         let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
@@ -55,7 +56,8 @@ fn a_close_notify_differs_from_an_end() {
 fn a_plain_reader_fails_at_a_close_notify() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(ALERT, &CLOSE_NOTIFY);
-    // splice(2) leaves the record in the socket, for a receive with room for its type.
+    // splice(2) fails and leaves the record in the socket. A receive call that can return the
+    // record's type gets the record later.
     let (_from, to) = pipe();
     let spliced = splice(&kernel, None, &to, None, 64, SpliceFFlags::empty());
     assert_eq!(spliced, Err(Errno::EINVAL));

@@ -1,4 +1,4 @@
-//! Pages written to during a send arrive authentic, with the old or the new bytes.
+//! Pages that are written during a send arrive authentic, with the old or the new bytes.
 
 use std::fs::File;
 use std::io::Write;
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Memory of a guest, passed directly to the send call.
+/// Tests the memory of a guest, which is passed directly to the send call.
 fn memory() {
     let memory = allocate(BYTES as u64, Backing::Memfd).expect("there is memory");
     let send = |socket: &mut TcpStream| {
@@ -47,7 +47,7 @@ fn memory() {
     arrives_authentic_although_written(send, scribble);
 }
 
-/// Pages of a file, which sendfile(2) sends by reference.
+/// Tests the pages of a file, which sendfile(2) sends by reference.
 fn file_pages() {
     let file: File = file(&[0; BYTES]);
     let send = |socket: &mut TcpStream| {
@@ -72,7 +72,7 @@ fn arrives_authentic_although_written(
     let (done, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
     let received = thread::scope(|scope| {
         let receiver = scope.spawn(|| {
-            // The peer stops at the first record that fails authentication.
+            // The peer fails at the first record that is not authentic.
             let mut peer: Peer = peer;
             peer.receive_all().0
         });
@@ -87,7 +87,7 @@ fn arrives_authentic_although_written(
                 }
             }
         });
-        // At least one write precedes the first byte sent.
+        // Wait for at least one round of writes before the first byte is sent.
         while rounds.load(Ordering::Relaxed) == 0 {
             thread::yield_now();
         }
@@ -108,5 +108,5 @@ fn arrives_authentic_although_written(
     let mut seen: Vec<u8> = received.iter().step_by(7 * PAGE).copied().collect();
     seen.sort_unstable();
     seen.dedup();
-    assert!(seen.len() > 1, "bytes of several moments arrive: {seen:?}");
+    assert!(seen.len() > 1, "bytes of only one write arrived: {seen:?}");
 }

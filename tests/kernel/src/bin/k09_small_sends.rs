@@ -1,4 +1,5 @@
-//! Each send is a record unless MSG_MORE is set; a close discards data that MSG_MORE held back.
+//! Each send makes a record of its own, unless MSG_MORE is set.
+//! A close discards data that MSG_MORE held back.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::Shutdown;
@@ -17,10 +18,10 @@ use std::net::TcpStream;
 
 const BYTES: usize = 1 << 20;
 
-/// The binding lacks this flag.
+/// `MsgFlags` has no constant for this flag.
 const MORE: MsgFlags = MsgFlags::from_bits_retain(nix::libc::MSG_MORE);
 
-/// The overhead of each record.
+/// The number of bytes that each record adds: header, content type and tag.
 const OVERHEAD: usize = 5 + 1 + 16;
 
 fn main() -> ExitCode {
@@ -58,7 +59,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Sends a mebibyte. Returns the number of records that arrived.
+/// Sends one mebibyte with `send`, and returns the number of records that arrived.
 fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(BYTES, 1);
@@ -74,7 +75,7 @@ fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     sizes.len()
 }
 
-/// Sends in calls of `bytes` bytes each; the last one is without MSG_MORE.
+/// Sends the data in calls of `bytes` bytes each. The last call does not set MSG_MORE.
 fn pieces(socket: &TcpStream, data: &[u8], bytes: usize, flags: MsgFlags) {
     let mut pieces = data.chunks(bytes).peekable();
     while let Some(piece) = pieces.next() {

@@ -1,4 +1,4 @@
-//! One receive call returns many records of any size; a control record ends the call.
+//! One receive call returns many records of any size; a record of another type ends the call.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// One receive takes eight queued records.
+/// One receive call returns eight queued records.
 fn receives_all_queued_records() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(8 * 4000, 1);
@@ -118,7 +118,7 @@ fn peek_consumes_nothing() {
     assert_eq!(&buffer, b"there");
 }
 
-/// Sends `data` in records of `record` bytes. Returns its length on the wire.
+/// Sends `data` in records of `record` bytes each. Returns the number of bytes on the wire.
 fn queue(socket: &mut TcpStream, seals: &mut Half, data: &[u8], record: usize) -> usize {
     let wire: Vec<u8> = data
         .chunks(record)

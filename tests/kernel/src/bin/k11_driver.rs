@@ -1,4 +1,5 @@
-//! A socket uses the gcm(aes) of highest priority; it is generic if the CPU's module is not loaded.
+//! A socket uses the implementation of gcm(aes) with the highest priority.
+//! If the module for the CPU's instructions is not loaded, this implementation is a generic one.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -13,20 +14,20 @@ use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::ktls::{Direction, attach};
 use nix::errno::Errno;
 
-/// AES-GCM with this processor's instructions.
+/// The module that implements AES-GCM with this processor's instructions.
 const MODULE: &str = "aesni_intel";
 
-/// The modules from which the kernel builds gcm(aes) without [`MODULE`]. Each kernel has some of
-/// them as modules and the rest built in.
+/// The modules from which the kernel builds gcm(aes) without [`MODULE`]. In each kernel, some of
+/// these are modules and the others are built in.
 const PARTS: [&str; 4] = ["gcm", "ctr", "ghash-generic", "aes-generic"];
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
-        // On an installed system, the module is loaded by its alias for the CPU feature.
+        // An installed system loads this module by itself, through its alias for the CPU feature.
         guest.command("modprobe", &[MODULE]);
         let accelerated = chosen();
         assert_eq!(accelerated.module, MODULE, "{accelerated:?}");
-        // The name alone is not sufficient: drivers based on these modules are generic.
+        // Check the driver's name too, because a generic driver may also belong to this module.
         assert!(
             accelerated.driver.starts_with("generic-gcm-aesni"),
             "{accelerated:?}"
@@ -38,7 +39,7 @@ fn main() -> ExitCode {
         let left = drivers();
         println!("without {MODULE}: {left:#?}");
         if left.is_empty() {
-            // A kernel that accepts the socket may still lack the cipher.
+            // A kernel that attaches TLS to the socket may still lack the cipher.
             let (near, _far) = connected();
             attach(&near).expect("the kernel has TLS");
             let refused = set(&near, Direction::Sending, &Keys::new(1));
@@ -56,7 +57,7 @@ fn main() -> ExitCode {
         assert!(plain.is_template() || plain.is_library(), "{plain:?}");
         assert!(plain.priority < accelerated.priority, "{plain:?}");
         drop((unasked, unloaded));
-        // The next socket uses it.
+        // After the module is loaded again, the next socket uses it.
         assert_eq!(chosen().driver, accelerated.driver);
     })
 }
@@ -84,20 +85,21 @@ struct Driver {
 }
 
 impl Driver {
-    /// A template of a counter mode and a hash: "gcm_base(ctr(aes-lib),ghash-lib)".
+    /// Whether this is a template of a counter mode and a hash, such as
+    /// "gcm_base(ctr(aes-lib),ghash-lib)".
     fn is_template(&self) -> bool {
         self.driver.contains('(')
     }
 
-    /// Whether this is the implementation of the kernel's own library, which needs no module. It is
-    /// slower: `tls_table` counts four times as many instructions.
+    /// Whether this is the implementation in the kernel's library, which needs no module. It is
+    /// slower: in `tls_table` it takes four times as many instructions.
     fn is_library(&self) -> bool {
         self.driver.ends_with("-lib") && !self.is_template()
     }
 }
 
-/// The implementation in use by two sockets with keys in the kernel, found by its reference count.
-/// Also checks that the sockets work.
+/// Returns the implementation that two sockets with keys in the kernel use, which is found by the
+/// growth of its reference count. Also checks that the sockets work.
 fn chosen() -> Driver {
     let before = drivers();
     let (mut near, mut far) = kernels();

@@ -1,4 +1,4 @@
-//! A kernel-TLS socket can be used in non-blocking mode, written to by several threads, and ended.
+//! The owner of a kernel-TLS socket can use non-blocking mode and several writers, and end the stream.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// A non-blocking writer sends more than all buffers hold.
+/// A non-blocking writer sends more than all buffers can hold.
 fn non_blocking_writes(stunnel: &Stunnel) {
     let (near, far) = connected(stunnel, &TRUSTED);
     near.set_nonblocking(true)
@@ -67,7 +67,8 @@ fn non_blocking_writes(stunnel: &Stunnel) {
     );
 }
 
-/// Each write shorter than a record stays contiguous, even with another writer at the same time.
+/// The bytes of a write that is shorter than a record stay contiguous, even if another thread
+/// writes at the same time.
 fn two_writers(stunnel: &Stunnel) {
     const BLOCK: usize = 4096;
     const BLOCKS: usize = 600;

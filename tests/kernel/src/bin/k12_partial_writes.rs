@@ -1,4 +1,4 @@
-//! Partial sends report exactly the bytes that arrive; each send of two writers stays contiguous.
+//! A partial send reports exactly the bytes that arrive; the sends of two writers are not mixed.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -29,7 +29,7 @@ fn a_full_socket_accepts_a_part() {
     let (mut near, far) = kernels();
     near.set_nonblocking(true).expect("the socket is open");
     let data = pattern(BYTES, 1);
-    // The peer does not read, so the buffers fill up.
+    // The peer does not read yet, so the buffers fill up.
     let mut sent = near.write(&data).expect("the buffers are empty");
     assert!(sent < BYTES, "the buffers held everything");
     while let Ok(more) = near.write(&data[sent..]) {
@@ -50,7 +50,7 @@ fn a_full_socket_accepts_a_part() {
             Err(error) => panic!("{error}"),
         }
     }
-    // The first part was sent before; the kernel chooses the size of the others.
+    // The first part was sent before the loop. The kernel chooses the sizes of the other parts.
     assert!(parts > 0, "the rest was accepted in one write");
     near.shutdown(Shutdown::Write).expect("the socket is open");
     assert!(reader.join().expect("the reader does not panic") == data);
@@ -71,7 +71,7 @@ fn an_interrupted_send_reports_the_accepted_bytes() {
             }
         });
         let reader = scope.spawn(|| {
-            // Slowly, to make the writer wait.
+            // Read slowly, so that the writer has to wait.
             let mut far = far;
             let mut got = vec![0; BYTES];
             for part in got.chunks_mut(RECORD * 4) {
@@ -130,13 +130,13 @@ fn an_interrupted_receive_loses_nothing() {
     });
 }
 
-/// Two threads send on one socket, each from a buffer with one repeated byte.
+/// Two threads send on one socket. The buffer of each thread repeats one byte value.
 fn two_writers() {
     for bytes in [3000, RECORD, 3 * RECORD + 100] {
         const SENDS: usize = 60;
         let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-        // Make the buffer smaller than the largest send, so that a writer waits in the middle of a
-        // send.
+        // Make the socket's buffer smaller than the largest send, so that a writer waits in the
+        // middle of a send.
         set_buffers(&kernel, Some(RECORD as u32), None).expect("the option can be set");
         let (received, sizes) = thread::scope(|scope| {
             let receiver = scope.spawn(|| peer.receive_all());
@@ -165,14 +165,14 @@ fn two_writers() {
             let record = &received[at..at + size];
             assert!(
                 record.iter().all(|byte| *byte == record[0]),
-                "a record of two writers"
+                "a record has bytes of two writers"
             );
             at += size;
         }
         for send in received.chunks(bytes) {
             assert!(
                 send.iter().all(|byte| *byte == send[0]),
-                "a send within another"
+                "one send is inside another"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! The clients of `clients/` on sockets with kernel TLS: all data arrives, and no close_notify.
+//! The clients of `clients/` work with kernel TLS: all data arrives, without a close_notify.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -20,9 +20,9 @@ const NEEDS: Needs = Needs {
 const PYTHON: &str = include_str!("../../../../clients/ktls_client.py");
 const C: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/ktls_copy"));
 
-/// The size of a block; not a multiple of a record.
+/// The size of a block, in bytes. It is not a multiple of a record.
 const BLOCK: usize = (1 << 20) + 777;
-/// The number of blocks, in a normal run and in the soak.
+/// The number of blocks: in a normal run, and in the soak test.
 const BLOCKS: [usize; 2] = [64, 1024];
 const ANSWER: usize = (1 << 20) + 33;
 
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
 fn all_data_arrives_in_both_directions(stunnel: &Stunnel, mut client: Command, blocks: usize) {
     let answer = pattern(ANSWER, 9);
     let content = pattern(BLOCK, 7);
-    // Each block begins with its number.
+    // Each block starts with its number.
     let block = |number: usize| {
         let mut block = content.clone();
         block[..8].copy_from_slice(&number.to_be_bytes());

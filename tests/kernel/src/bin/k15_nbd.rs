@@ -1,4 +1,4 @@
-//! An NBD session through stunnel works over a passed socket, as xapi's other streams require.
+//! An NBD session through a stunnel works over a passed socket with kernel TLS.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ const NEEDS: Needs = Needs {
     limit_seconds: 240,
     ..Needs::NOTHING
 };
-/// Not a multiple of a record.
+/// The size of a block, in bytes. It is not a multiple of a record.
 const BLOCK: usize = 300 << 10;
 const BLOCKS: usize = 24;
 
@@ -53,8 +53,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// A disk at the other end of a socket (the NBD protocol, doc/proto.md of its project), for a
-/// client that waits for each reply.
+/// A disk that a server at the other end of the socket exports (the NBD protocol, doc/proto.md of
+/// the NBD project). This client waits for the reply to each request.
 struct Disk {
     socket: TcpStream,
     bytes: u64,
@@ -63,11 +63,12 @@ struct Disk {
 
 impl Disk {
     fn open(mut socket: TcpStream) -> io::Result<Self> {
-        // The server sends first: two magic numbers and its flags.
+        // The server sends first: two magic numbers, and then its flags.
         let mut greeting = [0; 18];
         socket.read_exact(&mut greeting)?;
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
-        // Fixed newstyle, without padding; then option 1, the export without a name.
+        // Reply with the flags for fixed newstyle without padding, and with option 1, which selects
+        // the export without a name.
         let mut words = Vec::new();
         words.extend(3_u32.to_be_bytes());
         words.extend(b"IHAVEOPT");

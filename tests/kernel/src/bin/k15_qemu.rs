@@ -1,4 +1,4 @@
-//! A writing guest migrates by getfd over a kernel-TLS socket, to a QEMU with its own TLS.
+//! A guest that writes migrates with `getfd` over a kernel-TLS socket, to a QEMU with its own TLS.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ const NEEDS: Needs = Needs {
     limit_seconds: 300,
     ..Needs::NOTHING
 };
-/// The guest's workload during the migration.
+/// The memory that the guest writes during the migration.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 4_000,
@@ -81,7 +81,8 @@ fn execute(machine: &mut Machine, command: &str, arguments: Value) {
     done.unwrap_or_else(|error| panic!("{error}: {error:?}"));
 }
 
-/// Creates an authority and certificates for a server and a client, in QEMU's layout.
+/// Creates an authority and certificates for a server and a client, with file names as QEMU expects
+/// them.
 fn certificates(guest: &dunlin_kernel_tests::Guest) {
     let openssl = |line: &str| {
         let words: Vec<_> = line.split_whitespace().collect();
@@ -91,8 +92,8 @@ fn certificates(guest: &dunlin_kernel_tests::Guest) {
         "req -x509 -newkey rsa:2048 -nodes -batch -days 30 -subj /CN=authority \
          -addext keyUsage=keyCertSign -keyout ca-key.pem -out ca-cert.pem",
     );
-    // Without this file QEMU searches for a random prime each time it loads the credentials of a
-    // server, which takes up to minutes under emulation.
+    // Without this file, QEMU searches for a random prime each time it loads a server's
+    // credentials. Under emulation, this takes up to minutes.
     openssl("genpkey -genparam -algorithm DH -pkeyopt group:ffdhe2048 -out dh-params.pem");
     for (role, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
         let extensions = format!(

@@ -1,4 +1,4 @@
-//! `dunlin handoff connect` passes a kernel-TLS socket to a stunnel configured like xapi's.
+//! `dunlin handoff connect` connects to a stunnel configured like xapi's and passes a kernel-TLS socket.
 
 use std::io::Read;
 use std::path::Path;
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
         let stunnel = stunnel(guest, 4443, "");
         let trusted = ["--cert-bundle-file", "pool.pem"];
 
-        // An error that occurs before kernel TLS is probed leaves the kernel's counters unchanged.
+        // An error that occurs before the command probes kernel TLS leaves the kernel's counters
+        // unchanged.
         let refused = connect(stunnel.port, &["--cert-bundle-file", "other.pem"]);
         assert_eq!(refused.code, Some(1), "{refused:?}");
         assert!(refused.sockets.is_empty());
@@ -41,7 +42,8 @@ fn main() -> ExitCode {
         for (number, suite) in CIPHERS.split(':').enumerate() {
             let more = [&trusted[..], &["--ciphers", suite]].concat();
             let (near, far) = connected(&stunnel, &more);
-            // The test's own sockets do not use TLS, and stunnel's OpenSSL does not use kernel TLS.
+            // Only the passed sockets are counted: the test's own sockets do not use TLS, and
+            // stunnel's OpenSSL does not use kernel TLS.
             assert_eq!(stat(guest, "TlsTxSw"), number as u64 + 1);
             assert_eq!(stat(guest, "TlsRxSw"), number as u64 + 1);
             assert_eq!(stat(guest, "TlsCurrTxSw"), 1);
@@ -68,7 +70,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// xapi does not request this cipher; its nonces are formed as in TLS 1.3.
+/// Tests ChaCha20-Poly1305, which xapi does not request. Its nonces are formed as in TLS 1.3.
 fn the_third_cipher_of_tls_1_2(guest: &Guest) {
     const SUITE: &str = "ECDHE-RSA-CHACHA20-POLY1305";
     let stunnel = stunnel(guest, 4444, &format!("ciphers = {SUITE}"));
@@ -121,7 +123,7 @@ fn prints_each_connection(stunnel: &Stunnel) {
     }
 }
 
-/// The command closes a socket that it cannot pass.
+/// The command closes a socket that it cannot pass to the caller.
 fn a_caller_with_a_closed_socket_gets_one_line(guest: &Guest, stunnel: &Stunnel) {
     let called = connect_without_receiver(stunnel.port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
@@ -135,7 +137,7 @@ fn a_caller_with_a_closed_socket_gets_one_line(guest: &Guest, stunnel: &Stunnel)
 }
 
 fn stat(guest: &Guest, name: &str) -> u64 {
-    // The module is loaded on first use.
+    // The kernel loads the module on first use.
     if !Path::new("/proc/net/tls_stat").exists() {
         return 0;
     }

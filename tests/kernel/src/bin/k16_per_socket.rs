@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Root, and an unprivileged user.
+/// User ids: root and an unprivileged user.
 const USERS: [u32; 2] = [0, 65_534];
 
 fn main() -> ExitCode {
@@ -51,7 +51,7 @@ fn the_kernel_reports_each_socket() {
     };
     assert_eq!(of(&near), Some(half));
     assert_eq!(of(&far), None);
-    // A second connection, over IPv6.
+    // Repeat the test with a connection over IPv6.
     let listener = TcpListener::bind("[::1]:0").expect("the loopback is up");
     let address = listener.local_addr().expect("the listener is bound");
     let near = TcpStream::connect(address).expect("the listener is open");
@@ -73,7 +73,7 @@ fn the_hand_off_reports_driver_device_and_counters(guest: &Guest, stunnel: &Stun
     }
     assert_eq!(line["device"]["name"], "lo", "{line}");
     for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
-        // In ethtool's format; the loopback has "off [fixed]".
+        // A line of ethtool. For the loopback it is "off [fixed]".
         let words = features.lines().find(|line| line.contains(flag));
         let is_on = words.expect("ethtool lists it").contains(": on");
         assert_eq!(line["device"][flag], is_on, "{line}");
@@ -85,7 +85,7 @@ fn the_hand_off_reports_driver_device_and_counters(guest: &Guest, stunnel: &Stun
     for name in ["TlsTxDevice", "TlsRxDevice", "TlsDecryptError"] {
         assert_eq!(counted[name], 0, "{line}");
     }
-    // Counters do not describe single connections.
+    // Counters that describe a namespace instead of one connection are left out.
     assert!(!counted.contains_key("TlsTxSw"), "{line}");
     assert!(stat(guest, "TlsTxSw") > 1, "other connections were counted");
 }

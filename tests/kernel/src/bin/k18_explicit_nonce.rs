@@ -10,13 +10,13 @@ use dunlin_linux::ktls::Version;
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |_| {
         counts_from_the_iv(0x0102_0304_0506_0708);
-        // The nonce wraps as a number of eight bytes.
+        // The nonce is a number of eight bytes, which wraps to zero.
         counts_from_the_iv(u64::MAX - 1);
     })
 }
 
-/// A process that has sealed its Finished under this key with a nonce of its choice must therefore
-/// pass an IV from which the kernel will not count up to that nonce.
+/// A process may have sealed its Finished message under this key with a nonce of its choice. If so,
+/// it must pass an IV from which the kernel does not count up to that nonce.
 fn counts_from_the_iv(first: u64) {
     let (mut kernel, mut far) = connected();
     let seals = Keys {

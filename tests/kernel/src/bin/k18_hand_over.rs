@@ -1,4 +1,4 @@
-//! After the hand-off a TLS 1.2 socket repeats no nonce, not even that of the Finished message.
+//! After a hand-off, a TLS 1.2 socket repeats no nonce, not even that of the Finished message.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// A change of cipher spec: the records after it are encrypted.
+/// The content type of a ChangeCipherSpec message. The records after it are encrypted.
 const CHANGE: u8 = 20;
 
 const SENDS: usize = 50;
@@ -68,12 +68,12 @@ fn assert_no_nonce_repeats(mut sent: &[u8], suite: &str) {
     let [(HANDSHAKE, finished), data @ ..] = &sealed[..] else {
         panic!("{suite}: no Finished: {sealed:?}");
     };
-    assert_eq!(data.len(), SENDS, "{suite}: a record a send");
+    assert_eq!(data.len(), SENDS, "{suite}: one record for each send");
     assert!(data.iter().all(|(kind, _)| *kind == DATA), "{sealed:?}");
     let nonces: BTreeSet<u64> = sealed.iter().map(|(_, nonce)| *nonce).collect();
     assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce was repeated");
-    // Later records do not reach the nonce of Finished either: it is further away than the
-    // maximum number of records under one key.
+    // Later records do not reach the nonce of the Finished message, because that nonce is further away
+    // than the maximum number of records under one key.
     let first = data[0].1;
     assert!(
         finished.wrapping_sub(first) > 1 << 32,
@@ -81,14 +81,14 @@ fn assert_no_nonce_repeats(mut sent: &[u8], suite: &str) {
     );
 }
 
-/// Forwards one connection to `port`. Returns the bytes sent there.
+/// Forwards one connection to `port`, and returns the bytes that were sent to `port`.
 fn recorded(listener: &TcpListener, port: u16) -> Vec<u8> {
     let (near, _) = listener.accept().expect("a connection is pending");
     let far = TcpStream::connect(("127.0.0.1", port)).expect("stunnel listens");
     let mut sent = Vec::new();
     thread::scope(|scope| {
         scope.spawn(|| {
-            // A reset ends the forwarding too.
+            // A reset also ends the forwarding.
             let _ = io::copy(&mut &far, &mut &near);
             let _ = near.shutdown(Shutdown::Write);
         });

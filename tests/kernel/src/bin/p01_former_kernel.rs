@@ -1,5 +1,6 @@
-//! A kernel without per-CPU SAs (Linux 6.13) and directions of SAs (6.10): a session with an SA for
-//! each CPU is refused, and a session with an SA for each connection works.
+//! On a kernel older than Linux 6.10, a session with an SA for each connection works.
+//! This kernel lacks directions of SAs (since Linux 6.10) and per-CPU SAs (since Linux 6.13), so a
+//! session with an SA for each CPU is refused.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -45,7 +46,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Queried through iproute2, which shares no code with the library.
+/// Whether the kernel stores the direction of an SA. Uses iproute2, which shares no code with the
+/// library.
 fn keeps_directions(guest: &Guest) -> bool {
     const SA: &str = "xfrm state add src 10.9.0.1 dst 10.9.0.2 proto esp spi 0x900 mode transport \
                       aead rfc4106(gcm(aes)) 0x000102030405060708090a0b0c0d0e0f10111213 128 dir out";
@@ -61,7 +63,8 @@ fn keeps_directions(guest: &Guest) -> bool {
     held.contains("dir out")
 }
 
-/// The kernel accepts either attribute silently and does not store it.
+/// The kernel silently accepts the attributes for the CPU and the direction, but does not store
+/// them.
 fn ignored_attributes_are_found_by_reading_back(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let Hosts { a, b, .. } = &hosts;
@@ -71,7 +74,7 @@ fn ignored_attributes_are_found_by_reading_back(guest: &Guest) {
     let mut state = Sa::new(0x1000).of_cpu(1).state(a, b, Direction::Out);
     let refused = a.xfrm.add_state(&state);
     println!("without a replay window: {refused:?}");
-    assert!(refused.is_err(), "a window of outbound SAs too");
+    assert!(refused.is_err(), "outbound SAs need a replay window, too");
     state.replay_window = 32;
     a.xfrm.add_state(&state).expect("the kernel accepts it");
     let held = a.xfrm.state(&state.id).expect("the kernel answers");
@@ -96,8 +99,8 @@ fn an_sa_for_each_cpu_is_refused_with_the_reason(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A client acts like a hypervisor with several connections: each has its own SA, even
-/// after rekeying.
+/// A client uses several connections like a hypervisor. Each connection has its own SA, also after
+/// rekeying.
 fn i6_an_sa_for_each_connection_works(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

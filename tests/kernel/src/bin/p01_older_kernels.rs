@@ -1,5 +1,5 @@
-//! A kernel without per-CPU SAs ignores the CPU number silently: reading the SA back detects this,
-//! but the kernel's version does not.
+//! A kernel without per-CPU SAs ignores the CPU number silently.
+//! Dunlin detects this when it reads the SA back. The kernel's version does not show it.
 
 use std::net::IpAddr;
 use std::process::ExitCode;
@@ -23,13 +23,13 @@ fn main() -> ExitCode {
         let probed = a.xfrm.probe().expect("the kernel answers");
         let has_per_cpu = probed.cpu.is_some();
         assert_eq!(probed.cpu, has_per_cpu.then_some(0));
-        // Every kernel with per-CPU SAs also stores directions.
+        // Every kernel with per-CPU SAs also stores the direction of an SA.
         assert_eq!(probed.direction, Some(Direction::In));
         println!("per-CPU SAs: {has_per_cpu}");
         a.xfrm.esp().expect("the kernel has ESP");
-        // The SAs that these probes reserved and added have been removed.
+        // The probes have removed the SAs that they reserved and added.
         assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
-        // An SA of another program with the probe's identity stays.
+        // The probe leaves another program's SA with the probe's SPI unchanged.
         let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);
         other.id.destination = IpAddr::from([192, 0, 2, 2]);
         a.xfrm.add_state(&other).expect("the kernel adds it");
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
         let held = a.xfrm.state(&state.id).expect("the kernel answers");
         let held = held.expect("the SA exists");
         assert_eq!(held.cpu, has_per_cpu.then_some(1));
-        // Both kernels store directions (6.10).
+        // Both kernels under which this test runs store directions (since Linux 6.10).
         assert_eq!(held.direction, Some(Direction::Out));
         match a.xfrm.verify(&state) {
             Ok(()) => assert!(has_per_cpu),
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
             Err(other) => panic!("{other}"),
         }
 
-        // Opening the socket checks the capability.
+        // Opening the socket checks that the thread has the capability.
         let refused = a.run(|| {
             keep_capabilities(&[]).expect("a thread may drop capabilities");
             Xfrm::open().map(drop)

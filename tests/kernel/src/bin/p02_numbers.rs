@@ -1,4 +1,4 @@
-//! Limits of numbers: CPUs that do not exist, replay windows of outbound SAs, SPIs in use.
+//! The kernel refuses an SA with a CPU that does not exist, an outbound replay window or an SPI in use.
 
 use std::process::ExitCode;
 
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// SAs of the first and the last CPU are accepted, an SA of the next CPU is refused.
+/// SAs for the first and the last CPU are accepted. An SA for the next CPU is refused.
 fn cpus(Hosts { a, b, .. }: &Hosts) {
     for cpu in [0, CPUS - 1] {
         Sa::new(0x1000 + cpu).of_cpu(cpu).add_out(a, b);
@@ -42,7 +42,7 @@ fn cpus(Hosts { a, b, .. }: &Hosts) {
     );
 }
 
-/// Only inbound SAs may have a replay window; the text of the kernel's error is kept.
+/// Only inbound SAs may have a replay window. The library keeps the text of the kernel's error.
 fn windows(Hosts { a, b, .. }: &Hosts) {
     let outbound = State {
         replay_window: 64,
@@ -72,7 +72,7 @@ fn windows(Hosts { a, b, .. }: &Hosts) {
     );
 }
 
-/// Another program updates an SA with another key: the kernel reports success and keeps the old
+/// Another program updates an SA with another key. The kernel reports success but keeps the old
 /// key.
 fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
     let state = Sa::new(0x1500).state(a, b, Direction::Out);
@@ -88,7 +88,7 @@ fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
     a.xfrm.verify(&state).expect("the SA has the old key");
 }
 
-/// An SPI identifies one SA.
+/// An SPI identifies a single SA of a destination.
 fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
     let wanted = Sa::new(0x1400).of(family).state(a, b, Direction::In);
     b.xfrm.add_state(&wanted).expect("the kernel adds it");
@@ -99,7 +99,7 @@ fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
     };
     let refused = b.xfrm.add_state(&stranger).expect_err("the SPI is in use");
     assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
-    // A second SA with the same SPI, for instance with another key, is refused.
+    // A second SA with the same SPI is refused even if it equals the first one.
     let refused = b.xfrm.add_state(&wanted).expect_err("the SPI is in use");
     assert!(matches!(refused, Error::Taken { what: "SPI" }), "{refused}");
 
@@ -112,8 +112,8 @@ fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
     assert!(!b.xfrm.remove_state(&none).expect("the kernel answers"));
 }
 
-/// The kernel keeps one policy for a selector and direction, regardless of its priority; a
-/// replacement is atomic, and a removal affects exactly this policy.
+/// For one selector and direction, the kernel keeps a single policy, regardless of its priority.
+/// Replacing the policy is atomic, and removing it affects no other policy.
 fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
     let (_, protect) = policies(&selector, a, b, REQID)[0];

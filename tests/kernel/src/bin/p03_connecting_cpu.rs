@@ -1,5 +1,6 @@
-//! A connection uses the SA of the CPU that connected it, wherever its thread moves. After lost
-//! packets it may use another SA, and a new traffic class set on its own CPU moves it back.
+//! A connection uses the SA of the CPU that connected it, even if its thread moves to another CPU.
+//! After lost packets the connection may use another SA. If a new traffic class is set on the CPU that
+//! connected it, the connection returns to the SA of that CPU.
 
 use std::process::ExitCode;
 use std::thread;
@@ -33,9 +34,11 @@ fn main() -> ExitCode {
     })
 }
 
-/// Four connections from each CPU: all use the CPU's SA, even after the thread has moved.
+/// Opens four connections from each CPU. All use the CPU's SA, also after their thread has moved to
+/// another CPU.
 fn stays(scene: &Scene) {
-    // A closed connection would still send packets during the next check.
+    // Keep all lanes open, because a closed connection would still send packets during the next
+    // check.
     let mut lanes = Vec::new();
     for round in 0..4 {
         for cpu in 0..CPUS {
@@ -53,7 +56,7 @@ fn stays(scene: &Scene) {
 }
 
 /// A new traffic class moves the connection to another CPU's SA, and another new class moves it
-/// back; each time immediately, while no packet is in flight.
+/// back. While no packet is in flight, each move takes effect immediately.
 fn strays_and_comes_back(scene: &Scene) {
     let lane = scene.lane(1);
     for round in 0..8 {
@@ -64,16 +67,16 @@ fn strays_and_comes_back(scene: &Scene) {
     }
 }
 
-/// Changes the class on `cpu` and reads the bytes sent for that.
+/// Changes the traffic class on `cpu`, and reads the bytes that are sent for this change.
 fn move_to(_: &Scene, lane: &Lane, cpu: u32) {
     look_again(&lane.near, cpu, b"x");
     read_all(&lane.far, &mut [0; 2]);
-    // Wait for the acknowledgement of the far end: otherwise it could be in flight.
+    // Wait for the far end's acknowledgement, which could otherwise still be in flight.
     lane.send(cpu, 1);
 }
 
-/// Whenever an address is added or removed, all connections of the host look up their route
-/// again, at the next send and on the CPU of that send.
+/// When an address is added or removed, all connections of the host look up their route again. Each
+/// does so at its next send, on the CPU of that send.
 fn a_changed_route(guest: &Guest, scene: &Scene) {
     let a = &scene.hosts.a;
     let lane = scene.lane(1);
@@ -91,7 +94,7 @@ fn a_changed_route(guest: &Guest, scene: &Scene) {
     }
 }
 
-/// SYNs are lost because the receiver lacks the SA of CPU 2. Then the receiver gets the SA.
+/// SYNs are lost, because the receiver lacks the SA of CPU 2. Later the receiver gets this SA.
 fn a_lost_syn(scene: &Scene) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let sa = scene.there.own[2];
@@ -104,14 +107,14 @@ fn a_lost_syn(scene: &Scene) {
         let by = scene.there(|| {
             thread::scope(|scope| {
                 let connecting = scope.spawn(|| scene.lane(2));
-                // Either the first SYN is lost, or the connection already uses another SA and is
-                // established.
+                // Wait until a packet is lost because the receiver has no SA for it.
                 let until = Instant::now() + LIMIT;
                 while b.statistics().get("XfrmInNoStates") == before {
                     assert!(Instant::now() < until, "nothing is lost");
                     thread::sleep(Duration::from_millis(10));
                 }
-                // Wait long enough for SYNs to be retransmitted until one of them uses another SA.
+                // Retransmitted SYNs may use another SA. Wait until one of them does and the lane
+                // is connected, but for at most eight seconds.
                 let begun = Instant::now();
                 while !connecting.is_finished() && begun.elapsed() < Duration::from_secs(8) {
                     thread::sleep(Duration::from_millis(10));
@@ -129,7 +132,7 @@ fn a_lost_syn(scene: &Scene) {
         strayed += usize::from(sent_by != [Some(2)]);
         move_to(scene, &lane, 2);
         assert_eq!(scene.there(|| lane.send(2, BYTES)), [Some(2)], "repaired");
-        // Alternatively another connection replaces it.
+        // Instead of repairing the connection, a program may also open another one.
         let other = scene.lane(2);
         let by = scene.there(|| other.send(2, BYTES));
         assert_eq!(by, [Some(2)], "connected again");
@@ -138,11 +141,11 @@ fn a_lost_syn(scene: &Scene) {
     println!("{strayed} of 1 has strayed after lost SYNs");
 }
 
-/// All packets are dropped for three seconds or more, while a lane of each CPU sends.
+/// For at least three seconds, all packets are dropped while a lane of each CPU sends.
 fn a_cut(guest: &Guest, scene: &Scene) {
     let Scene { hosts, there, .. } = scene;
-    // The number of timeouts after which the route is looked up again; the default is three, and a
-    // lower number makes it happen sooner.
+    // The number of timeouts after which the route is looked up again. The default is three. A
+    // lower number makes the lookup happen sooner.
     guest.command(
         "ip",
         &[
@@ -157,7 +160,7 @@ fn a_cut(guest: &Guest, scene: &Scene) {
     );
     let lanes: Vec<Lane> = (0..CPUS).map(|cpu| scene.lane(cpu)).collect();
     let before = there.packets(&hosts.a, &hosts.b);
-    // Without its inbound SAs the second host drops all packets.
+    // Without its inbound SAs, the second host drops all packets.
     for sa in there.all() {
         assert!(
             hosts
@@ -175,7 +178,7 @@ fn a_cut(guest: &Guest, scene: &Scene) {
             .map(|(lane, cpu)| scope.spawn(move || lane.send(cpu, BYTES)))
             .collect();
         let (begun, until) = (Instant::now(), Instant::now() + LIMIT);
-        // Each lane has sent and retransmitted three times.
+        // Wait until each lane has sent and has retransmitted three times.
         while sums(&there.packets(&hosts.a, &hosts.b)) < sums(&before) + 16
             || begun.elapsed() < Duration::from_secs(3)
         {

@@ -1,5 +1,5 @@
-//! An accepted connection uses the SA of the CPU that received its handshake; a new traffic class
-//! moves it to the SA of the CPU that sends.
+//! An accepted connection uses the SA of the CPU that received its handshake.
+//! A new traffic class moves the connection to the SA of the CPU that sends.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whichever CPU received the handshake, the lane uses the SA of the chosen CPU afterwards.
+/// After the move, the lane uses the SA of the chosen CPU, whichever CPU received its handshake.
 fn moved(scene: &Scene) -> Vec<Lane> {
     let mut lanes = Vec::new();
     for cpu in 0..CPUS {
@@ -46,13 +46,13 @@ fn moved(scene: &Scene) -> Vec<Lane> {
         }
         lanes.push(lane);
     }
-    // A closed connection would still send packets later.
+    // Return the lanes, because a closed connection would still send packets later.
     lanes
 }
 
-/// The other end sends continuously from CPU 3, and acknowledgements leave from the CPU that
-/// receives its packets. One of them may be the first to look up the SA: in that case the move is
-/// repeated.
+/// The other end sends continuously from CPU 3. Acknowledgements leave from the CPU that receives
+/// its packets. If such an acknowledgement triggers the lookup of the SA before the data does, the
+/// move is repeated.
 fn moved_under_load(scene: &Scene) {
     const ROUNDS: u32 = 12;
     let lane = scene.lane(3);
@@ -60,7 +60,7 @@ fn moved_under_load(scene: &Scene) {
     let (tries, most) = thread::scope(|scope| {
         scope.spawn(|| {
             on_cpu(3, || {
-                // Without 255, which is the end.
+                // The data does not contain the byte 255, which marks its end.
                 let data = [1; 16 << 10];
                 while !done.load(Ordering::Relaxed) {
                     write_all(&lane.near, &data);
@@ -95,7 +95,8 @@ fn moved_under_load(scene: &Scene) {
                     break;
                 }
             }
-            // The lane stays there: a connection that has an SA does not look it up again.
+            // The lane keeps this SA, because a connection that has an SA does not look it up
+            // again.
             assert_eq!(used_by(scene, &lane, cpu), [Some(cpu)]);
             tries += tried;
             most = most.max(tried);
@@ -105,7 +106,7 @@ fn moved_under_load(scene: &Scene) {
     println!("under load: {tries} tries for {ROUNDS} moves, at most {most} for one");
 }
 
-/// Returns the SAs that carry a reply and the acknowledgements that are sent with it.
+/// Returns the CPUs whose SAs carry a reply and the acknowledgements that are sent with it.
 fn used_by(scene: &Scene, lane: &Lane, cpu: u32) -> Vec<Option<u32>> {
     let Scene { hosts, back, .. } = scene;
     let by = used(back, &hosts.b, &hosts.a, || {

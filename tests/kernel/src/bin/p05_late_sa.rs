@@ -1,5 +1,6 @@
-//! A connection that uses the fallback SA keeps it when an SA for its CPU is added. The fallback
-//! must be added first; otherwise it takes precedence over the other SAs when the table grows.
+//! A connection that uses the fallback SA keeps it when an SA for its CPU is added.
+//! The fallback must be added first. Otherwise it takes precedence over the other SAs when the
+//! table grows.
 
 use std::process::ExitCode;
 use std::thread;
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Adds only the fallback, then an SA of CPU 1.
+/// Adds only the fallback SA at first, and later an SA for CPU 1.
 fn late(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -50,20 +51,21 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A new connection uses its own SA immediately; a connection from another CPU uses the
-    // fallback.
+    // A new connection from CPU 1 uses its own SA immediately. A connection from another CPU uses
+    // the fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);
     assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
 }
 
-/// The kernel finds SAs in a hash table, which grows with their number.
+/// The kernel finds SAs in a hash table, which grows with the number of SAs.
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
     let there = SaSet::new(0x1000, CPUS, Family::V4);
-    // The kernel compares the times of addition, in seconds.
+    // The kernel compares the times at which SAs were added, in whole seconds. Add the fallback and
+    // the other SAs in different seconds.
     if fallback_first {
         there.fallback.add(a, b);
         next_second();
@@ -78,7 +80,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
     let listener = Acceptor::open(b, Family::V4, 0);
-    // Lanes stay open: closing a lane would send packets during the next check.
+    // Keep all lanes open, because closing a lane would send packets during the next check.
     let mut lanes = Vec::new();
     let mut goes_by = || {
         let mut all = Vec::new();
@@ -102,7 +104,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
                 buckets.push(lists);
                 break;
             }
-            // SAs for another reqid are added until the kernel has grown the table, which it does
+            // Add SAs with another reqid until the kernel has grown the table, which it does
             // asynchronously.
             if states <= 2 * lists {
                 let other = Sa {
@@ -114,7 +116,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
             }
             assert!(
                 Instant::now() < grown,
-                "{lists} lists of {states} SAs do not grow"
+                "the table of {lists} lists does not grow with {states} SAs"
             );
         }
         seen.push(goes_by());
@@ -125,8 +127,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     }
 }
 
-/// Returns the number of a host's SAs, and the number of hash buckets over which they
-/// spread.
+/// Returns the number of a host's SAs, and the number of hash buckets that contain them.
 fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
     let number = |name: &str| -> u32 {
@@ -137,7 +138,7 @@ fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     (number("SAD count"), number("buckets count"))
 }
 
-/// Waits for the next second of the kernel's clock, which lags by up to a tick.
+/// Waits for the next second of the kernel's clock, which may lag by a tick.
 fn next_second() {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let part = since.expect("the clock is right").subsec_nanos();

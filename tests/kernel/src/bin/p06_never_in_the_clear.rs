@@ -1,5 +1,5 @@
-//! No packet of a stream leaves in the clear, regardless of what is added or removed in the
-//! meantime: packets use another SA or wait.
+//! No packet of a stream leaves in the clear, whatever SAs and policies are added or removed.
+//! The packets use another SA or wait.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// A lane that is written and read continuously.
+/// A lane on which data is written and read continuously.
 struct Stream<'a> {
     received: &'a AtomicU64,
     wire: &'a Wire,
@@ -54,7 +54,8 @@ impl Stream<'_> {
         let until = Instant::now() + LIMIT;
         loop {
             let before = self.received.load(Ordering::Relaxed);
-            // Nothing may arrive during this wait, although the writer sends every millisecond.
+            // Nothing may arrive during this wait, although the writer sends data every
+            // millisecond.
             thread::sleep(Duration::from_millis(300));
             if self.received.load(Ordering::Relaxed) == before {
                 break;
@@ -64,7 +65,7 @@ impl Stream<'_> {
         self.sealed(after);
     }
 
-    /// Checks that all frames since the last call were sealed.
+    /// Checks that all frames that were captured since the last call were sealed.
     fn sealed(&self, after: &str) {
         let left = self.wire.left();
         let leak = left.iter().find(|seen| seen.is_leak());
@@ -99,7 +100,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
                 let data = pattern(8 << 10, 1);
                 while !done.load(Ordering::Relaxed) {
                     write_all(&lane.near, &data);
-                    // Leave time for the guest's other threads.
+                    // Leave CPU time for the guest's other threads.
                     thread::sleep(Duration::from_millis(1));
                 }
                 lane.near
@@ -131,7 +132,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
     removed(&hosts, &wire, &all, [fallback, own, answers], family);
 }
 
-/// Removes and adds SAs, and policies in addition to those of the lane, while a stream runs.
+/// While a stream runs, removes and adds SAs, and adds and removes policies other than the lane's own.
 fn changed_under(
     stream: &Stream<'_>,
     a: &Host,
@@ -140,23 +141,24 @@ fn changed_under(
     family: Family,
 ) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
-    // Remove the SA in use at the sender: the other one takes over.
+    // Remove the SA that the sender uses. The other SA takes over.
     assert!(a.xfrm.remove_state(&own.id(b)).expect("the kernel answers"));
     let before = a.carried(&fallback.id(b)).packets;
     stream.continues("its SA was removed");
     assert!(a.carried(&fallback.id(b)).packets > before);
-    // Without any SA the stream waits.
+    // Remove the last SA. The stream waits.
     assert!(
         a.xfrm
             .remove_state(&fallback.id(b))
             .expect("the kernel answers")
     );
     stream.stops("the last SA was removed");
-    // Add an SA with another key: the stream continues.
+    // Add an SA with another key. The stream continues.
     let next = Sa::new(0x1800).of(family);
     next.add(a, b);
     stream.continues("a new SA was added");
-    // Remove the SA at the receiver: the sender continues to seal, but nothing is accepted.
+    // Remove the SA at the receiver. The sender continues to seal, but the receiver accepts
+    // nothing.
     assert!(
         b.xfrm
             .remove_state(&next.id(b))
@@ -173,8 +175,8 @@ fn changed_under(
     );
     stream.continues("both hosts have another SA");
 
-    // Add a policy for other ports, and a wider policy with lower precedence: after each, the
-    // kernel looks up the SAs of all connections again.
+    // Add a policy for other ports, and then a wider policy with lower precedence. After each
+    // change, the kernel looks up the SAs of all connections again.
     let beside = Policy {
         selector: dunlin_ipsec::xfrm::Selector {
             destination_ports: PortBlock::only(9),
@@ -204,7 +206,7 @@ fn changed_under(
     }
 }
 
-/// A policy is replaced by one that blocks, which is then replaced by the original.
+/// Replaces a policy by a blocking policy, and then the blocking policy by the original policy.
 fn replaced(stream: &Stream<'_>, host: &Host, policy: &Policy) {
     let block = Policy {
         action: Action::Block,
@@ -220,8 +222,9 @@ fn replaced(stream: &Stream<'_>, host: &Host, policy: &Policy) {
     stream.continues("the policy protects again");
 }
 
-/// SAs are removed first, policies last: until then no connection succeeds. Without policies a
-/// connection is in the clear, which shows that the tap would have seen it.
+/// Removes the SAs first and the policies last. Until the policies are removed, no connection
+/// succeeds. Without policies a connection is in the clear, which shows that the tap detects such
+/// packets.
 fn removed(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], family: Family) {
     let (a, b) = (&hosts.a, &hosts.b);
     let selector = lanes_from(a, b, family, Protocol::TCP);

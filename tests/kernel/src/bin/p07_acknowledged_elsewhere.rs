@@ -1,4 +1,4 @@
-//! Data that is sent when another CPU receives acknowledgements still uses the connection's SA.
+//! Data that another CPU sends when it receives an acknowledgement still uses the connection's SA.
 
 use std::process::ExitCode;
 use std::thread;
@@ -27,8 +27,8 @@ fn main() -> ExitCode {
         let mut lanes = Vec::new();
         for (from, to) in [(0, 3), (2, 1), (1, 0)] {
             let lane = scene.lane(from);
-            // The writer waits for buffer space most of the time, and each acknowledgement lets
-            // more data be sent.
+            // With this small buffer, the writer usually waits for buffer space, and each
+            // acknowledgement allows more data to be sent.
             set_buffers(&lane.near, Some(16 << 10), None).expect("the socket is connected");
             let by = scene.there(|| {
                 thread::scope(|scope| {

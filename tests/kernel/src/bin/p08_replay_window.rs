@@ -1,6 +1,6 @@
 //! A packet that arrives after later packets is accepted once if it is within the replay window.
-//! Before the window the receiver assigns it to the next 2^32 sequence numbers, and it fails
-//! authentication.
+//! If the packet is older than the window, the receiver assigns it to the next 2^32 sequence
+//! numbers, and it fails authentication.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The first of 101 packets arrives last.
+/// The first of 101 packets arrives after the other packets.
 fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -54,7 +54,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
         let to = (b.address(family), LANES.port);
         near.send_to(&[byte], to).expect("the packet is sent");
     };
-    // The receiver has no SA yet and drops the packet.
+    // The receiver has no SA yet, so it drops the packet.
     send(1);
     let until = Instant::now() + LIMIT;
     let mut first = None;
@@ -108,12 +108,12 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
                 ..all
             };
             expect(all);
-            // The same packet once more.
+            // Send the same packet once more.
             wire.send(&first.bytes).expect("the packet is sent");
             Counters { replay: 1, ..all }
         }
-        // With extended sequence numbers no packet is too late: the receiver infers the upper half
-        // of a later number (RFC 4303, appendix A2.2).
+        // With extended sequence numbers, no packet counts as too late. The receiver infers the
+        // upper half of a later sequence number instead (RFC 4303, appendix A2.2).
         false => Counters {
             integrity_failed: 1,
             ..all
@@ -123,14 +123,14 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
     let counted = |name| b.statistics().get(name);
     let errors = ["XfrmInStateSeqError", "XfrmInStateProtoError"].map(counted);
     assert_eq!(errors, if accepted { [1, 0] } else { [0, 1] });
-    // A packet with one wrong bit fails authentication.
+    // A packet in which one bit was changed fails authentication.
     send(102);
     assert_eq!(receive(&far), 102);
     let next = left(&wire).pop().expect("the frame was captured");
     let mut wrong = next.bytes;
     let head = wrong.len() - 1;
     wrong[head] ^= 1;
-    // Change its sequence number to that of a packet that has not arrived.
+    // Change its sequence number to the number of a packet that has not arrived.
     let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
     wrong[sequence + 3] += 1;
     wire.send(&wrong).expect("the packet is sent");
@@ -152,8 +152,8 @@ fn receive(socket: &UdpSocket) -> u8 {
     }
 }
 
-/// Four CPUs seal with one SA: its packets overtake each other on the way to the link, and with a
-/// window of 4096 all are accepted.
+/// Four CPUs seal with one SA. The packets of these CPUs overtake each other on the way to the
+/// link. With a window of 4096, all of them are accepted.
 fn four_cpus(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);

@@ -1,5 +1,5 @@
-//! A policy that requests an SA for each CPU drops packets while it waits, with or without a
-//! fallback; so Dunlin installs no such policy.
+//! A policy that requests an SA for each CPU drops packets while it waits for the SA.
+//! A fallback SA does not change this. Therefore Dunlin installs no such policy.
 
 use std::io;
 use std::net::TcpStream;
@@ -47,18 +47,18 @@ fn main() -> ExitCode {
             a.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, wait))
         };
 
-        // CPU 0 has an SA, so none is requested.
+        // CPU 0 has an SA, so the kernel does not request one.
         let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
-        // From now on no CPU has an SA: otherwise a retransmission on another CPU would get
-        // through.
+        // From now on no CPU may have an SA. Otherwise a retransmission from another CPU would
+        // succeed.
         assert!(
             a.xfrm
                 .remove_state(&there.own[0].id(b))
                 .expect("the kernel answers")
         );
-        // Without a key manager packets are dropped, although there is a fallback.
+        // Without a key manager, packets are dropped, although a fallback SA exists.
         let before = (there.packets(a, b), a.statistics());
         let error = connect(1).expect_err("no key manager answers");
         let since = a.statistics();
@@ -70,7 +70,7 @@ fn main() -> ExitCode {
         );
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
 
-        // A key manager listens and does not answer.
+        // A key manager listens but does not answer.
         let acquires = a.run(Acquires::open).expect("the socket opens");
         let before = there.packets(a, b);
         let first = connect(2);
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
             since.since(&dropped)
         );
 
-        // Without that flag the fallback is used, and no SA is requested.
+        // Without the flag `CPU_ACQUIRE`, the fallback SA is used and no SA is requested.
         for (host, policy) in &all {
             host.xfrm
                 .replace_policy(policy)

@@ -1,5 +1,5 @@
-//! Receive packet steering (RPS) spreads SAs over CPUs, by the SPI for plain ESP and by the ports
-//! for ESP in UDP; a single IPv4 SA stays on one CPU.
+//! Receive packet steering (RPS) spreads the packets of several SAs over CPUs.
+//! It uses the SPI for plain ESP, and the ports for ESP in UDP. A single IPv4 SA stays on one CPU.
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
@@ -22,10 +22,10 @@ const NEEDS: Needs = Needs {
 };
 
 const BYTES: usize = 50_000;
-/// The CPU that receives packets from the link.
+/// The CPU that receives the packets from the link.
 const QUEUE: u32 = 1;
-/// The kernel's hash of the ports differs at each boot: with this many lanes, the probability
-/// that fewer than three of four CPUs are used is one in a billion.
+/// The number of lanes. The kernel's hash of the ports differs at each boot. With this many lanes,
+/// the probability that fewer than three of four CPUs are used is one in a billion.
 const MOST: u16 = 32;
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
                     each: true,
                     steered: true,
                 };
-                // By the SPI, or by the ports.
+                // The receiver spreads the packets by the SPI or by the ports.
                 let seen = spread(guest, case);
                 assert!(seen.len() >= 3, "{case:?}: {seen:?}");
                 let one_sa = Case {
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
                     ..case
                 };
                 let seen = spread(guest, one_sa);
-                // IPv6 packets keep the flow label of their connection, which the hash includes.
+                // IPv6 packets have the flow label of their connection, which is part of the hash.
                 assert!(
                     seen.len() == 1 || family == Family::V6,
                     "{one_sa:?}: {seen:?}"
@@ -61,18 +61,18 @@ fn main() -> ExitCode {
     })
 }
 
-/// A test case.
+/// The parameters of a test case.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     family: Family,
     within_udp: bool,
-    /// Whether each lane has its own SA.
+    /// Whether each lane has an SA of its own.
     each: bool,
     /// Whether the receiver uses RPS.
     steered: bool,
 }
 
-/// Returns the CPUs that receive the packets of lanes.
+/// Returns the CPUs that process the received packets of the lanes.
 fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
     let Case {
         family, within_udp, ..

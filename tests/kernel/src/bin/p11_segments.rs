@@ -1,5 +1,5 @@
-//! Unless esp4_offload is loaded before the SA is added, each segment passes the SA separately.
-//! The overhead of ESP makes segments shorter.
+//! Segments pass an SA together only if esp4_offload is loaded before the SA is added.
+//! Otherwise each segment passes the SA separately. The overhead of ESP makes segments shorter.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Compares SAs and connections before and after the module is loaded.
+/// Compares the packet sizes of SAs that are added before and after the module is loaded.
 fn before_and_after(guest: &Guest) {
     let _unloaded = guest.without_module("esp4_offload");
     let offload = esp_offload();
@@ -53,7 +53,7 @@ fn before_and_after(guest: &Guest) {
         let bytes = after.bytes - before.bytes;
         let packets = after.packets - before.packets;
         println!("{bytes} bytes in {packets} packets");
-        // The lane stays open: its final packets must not count for the SA.
+        // Return the lane to keep it open, because its final packets must not count for the SA.
         (bytes / packets, lane)
     };
     let (without, first) = bytes_of_a_packet(&old);
@@ -75,8 +75,7 @@ fn before_and_after(guest: &Guest) {
     drop((first, second));
 }
 
-/// Compares the number of data bytes per segment without ESP, with ESP, and with ESP in
-/// UDP.
+/// Compares the number of data bytes in a segment without ESP, with ESP, and with ESP in UDP.
 fn shorter(guest: &Guest, family: Family) {
     let data = |protected: bool, within_udp: bool| {
         let hosts = Hosts::new(guest);
@@ -111,8 +110,8 @@ fn shorter(guest: &Guest, family: Family) {
         "{family:?}: {plain} bytes of data without ESP, {esp} with it, {within_udp} within UDP"
     );
     assert!(plain > esp && esp > within_udp);
-    // The overhead: SPI, sequence number, IV and tag, two to seven bytes of padding and trailer,
-    // and for ESP in UDP the UDP header.
+    // The overhead of ESP is the SPI, the sequence number, the IV, the tag, and two to seven bytes
+    // of padding and trailer. ESP in UDP also has the UDP header.
     assert!(
         (8 + 8 + 16 + 2..8 + 8 + 16 + 8).contains(&(plain - esp)),
         "{plain} {esp}"

@@ -1,5 +1,5 @@
-//! A possible CPU may have an SA, even while it is offline; and each network namespace has its own
-//! SAs.
+//! Every possible CPU may have an SA, even while it is offline.
+//! Each network namespace has its own SAs.
 
 use std::fs;
 use std::process::ExitCode;
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         needs_per_cpu(guest);
         let scene = Scene::new(guest, Family::V4, [CPUS, CPUS]);
         let (a, b) = (&scene.hosts.a, &scene.hosts.b);
-        // The test's own namespace is a third one and has no SAs.
+        // The test itself runs in a third namespace, which has no SAs.
         let here = Xfrm::open().expect("the kernel has IPsec");
         assert_eq!(here.states().expect("the kernel answers"), []);
         assert_eq!(here.policies().expect("the kernel answers"), []);
@@ -44,15 +44,15 @@ fn main() -> ExitCode {
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
         let off = guest.set(&format!("/sys/devices/system/cpu/cpu{LAST}/online"), "0");
         pin_to(LAST as usize).expect_err("the CPU is offline");
-        // A connection that was made on this CPU continues to work from any other CPU.
+        // A connection that was made on this CPU continues to work on other CPUs.
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
         let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
         assert_eq!(
             possible.expect("sysfs is mounted").trim_end(),
             format!("0-{LAST}")
         );
-        // A second SA of the same CPU takes over the traffic of the first, while that CPU is
-        // offline.
+        // While the CPU is offline, a second SA for it is added. This SA takes over the traffic of
+        // the first SA.
         let next = Sa::new(0x3000).of_cpu(LAST);
         next.add(a, b);
         drop(off);

@@ -1,5 +1,5 @@
-//! Dunlin removes only its own entries, and not an SA or a policy of another program. A
-//! policy that is left behind blocks the port until it is removed.
+//! Dunlin removes only its own SAs and policies, and none of another program.
+//! A policy that is left behind blocks the port until the policy is removed.
 
 use std::net::TcpStream;
 use std::process::ExitCode;
@@ -27,13 +27,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// Returns the host's IPsec tables as `ip` lists them, without times and counters.
+/// Returns the host's SAs and policies as `ip` lists them, without times and counters.
 fn tables(guest: &Guest, host: &Host) -> [String; 2] {
     ["state", "policy"].map(|what| guest.output("ip", &["-n", &host.name, "xfrm", what]))
 }
 
-/// Another program has entries with the same reqid and addresses, and with neighbouring
-/// ports.
+/// Another program has an SA and a policy with the same reqid and addresses, a neighbouring SPI and
+/// a neighbouring port.
 fn beside_another(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -82,7 +82,7 @@ fn beside_another(guest: &Guest, family: Family) {
     );
 }
 
-/// The second host has lost its SAs but kept its policies.
+/// The second host has policies but no SAs, as after a crash.
 fn left_behind(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -102,7 +102,7 @@ fn left_behind(guest: &Guest, family: Family) {
     println!("{error}: {:?}", b.statistics().since(&before));
     let dropped = b.statistics();
     assert!(!dropped.since(&before).is_empty(), "the drop is counted");
-    // The second host does not answer in the clear either.
+    // Check that the second host does not answer in the clear.
     let answers = wire
         .left()
         .into_iter()

@@ -1,5 +1,5 @@
-//! Hosts with different numbers of CPUs: each direction has as many SAs as its sender has CPUs; and
-//! an SA is added while lanes send.
+//! On hosts with different numbers of CPUs, each direction has an SA for each CPU of its sender.
+//! An SA can be added while lanes send.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,8 +35,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Opens a lane on each CPU of the side that has more CPUs; each direction uses the SA of the
-/// sender's CPU.
+/// Opens four lanes, spread over the CPUs of each side. In each direction, a lane uses the SA of
+/// its sender's CPU.
 fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let lanes: Vec<Lane> = (0..CPUS).map(|number| scene.lane(number % there)).collect();
@@ -63,8 +63,8 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     lanes
 }
 
-/// While the lanes send, an SA for another CPU is added, first at the receiver: no packet is lost,
-/// and a new lane uses it immediately.
+/// While the lanes send, adds an SA for another CPU, first at the receiver. No packet is lost, and
+/// a new lane uses the SA immediately.
 fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let done = AtomicBool::new(false);

@@ -40,7 +40,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Reports every written page and no other, except pages of the same transparent huge page.
+/// Asserts that every written page is reported. A page that was not written may be reported only if it
+/// is in the same transparent huge page as a written page.
 fn reports_what_was_written(
     memory: &TrackedMemory,
     watch: &WriteWatch,
@@ -65,7 +66,8 @@ fn reports_what_was_written(
     }
 }
 
-/// A copy that is updated from the reported pages equals the memory at the end.
+/// Updates a copy of the memory from the reported pages. At the end, the copy must equal the
+/// memory.
 fn loses_nothing_to_a_writer(
     memory: &TrackedMemory,
     watch: &WriteWatch,
@@ -86,8 +88,8 @@ fn loses_nothing_to_a_writer(
         scope.spawn(|| {
             let mut page = 1;
             for number in 2.. {
-                // Visits every page once in 4,096 writes (a full period: 5 - 1 is divisible by 4, 3
-                // is odd).
+                // This sequence visits every page once in 4,096 writes. It has a full period,
+                // because 5 - 1 is divisible by 4 and 3 is odd.
                 page = (page * 5 + 3) % PAGES;
                 write(memory, page, number);
                 if stop.load(Ordering::Relaxed) {

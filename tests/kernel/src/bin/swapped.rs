@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     };
     run(&needs, |guest| {
         let _swap = Swap::on(guest);
-        // Disable huge pages: a huge page would be swapped out as a whole.
+        // Disable huge pages, because a huge page would be swapped out as a whole.
         let _small = guest.set("/sys/kernel/mm/transparent_hugepage/enabled", "never");
         for backing in [Backing::Private, Backing::Memfd] {
             println!("{backing:?}");
@@ -87,7 +87,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
         taken.expect("the kernel scans the memory");
         assert_eq!(pages, expected, "{behind:?}: {what}");
     };
-    // Pages 5 and 1000 are written to during tracking, the others only before.
+    // Pages 5 and 1000 are written during tracking, the other pages only before tracking.
     for page in [5, 1000] {
         write(&memory, page, 2);
     }
@@ -98,7 +98,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
         are_out(&memory, &[5, 9, 700, 1000]),
         "the log swaps no page in"
     );
-    // A write swaps these pages in.
+    // Writing swaps these pages in.
     for page in [9, 1000] {
         write(&memory, page, 3);
     }
@@ -120,7 +120,7 @@ fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     page_out_all(source.vm());
     let before = swapped_kib(source.vm().memory());
     println!("{before} KiB are swapped out");
-    // Half of its memory is populated.
+    // Half of the guest's memory is populated.
     assert!(before >= 3 << 10, "only {before} KiB are swapped out");
     let (there, ..) = relocate(&source, &Tls::new(), &verified(2));
     assert_eq!(different_pages(source.vm(), there.vm()), 0, "{backing:?}");
@@ -168,7 +168,7 @@ fn pages_of(range: &Range<u64>) -> Range<usize> {
     range.start as usize / PAGE..range.end as usize / PAGE
 }
 
-/// Swaps out these pages.
+/// Swaps these pages out, and waits until the kernel has done so.
 fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
     let begun = Instant::now();
     loop {
@@ -183,14 +183,15 @@ fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
     }
 }
 
-/// Whether all of these pages, which hold data, are swapped out.
+/// Whether all of these pages, which contain data, are swapped out.
 fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     let region = memory.iter().next().expect("the memory has a region");
     if region.file_offset().is_some() {
-        // The page table entry of a file's page does not show whether the page is swapped out.
+        // For a page of a file, the page table entry does not show whether the page is swapped out.
+        // Compare sizes instead.
         return swapped_kib(memory) as usize >= (pages.len() * PAGE) >> 10;
     }
-    // Bit 62: swapped (Documentation/admin-guide/mm/pagemap.rst).
+    // Bit 62 of an entry: the page is swapped (Documentation/admin-guide/mm/pagemap.rst).
     let entries = File::open("/proc/self/pagemap").expect("proc is mounted");
     let start = region.as_ptr() as u64 / PAGE as u64;
     pages.iter().all(|page| {
@@ -203,7 +204,7 @@ fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     })
 }
 
-/// How much of the mapping is swapped out, in KiB.
+/// Returns the size in KiB of the part of the mapping that is swapped out.
 fn swapped_kib(memory: &TrackedMemory) -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").expect("proc is mounted");
     let mut within = false;
@@ -224,7 +225,7 @@ fn swapped_kib(memory: &TrackedMemory) -> u64 {
     swapped
 }
 
-/// Swap in compressed memory, disabled on drop.
+/// A swap device in compressed memory, which is disabled when this value is dropped.
 struct Swap;
 
 impl Swap {

@@ -1,4 +1,5 @@
-//! Migrations over lanes with kernel TLS at one or both ends; lanes are used up, cut and stalled.
+//! Migrations over kernel TLS replace lanes that reach their record limit, break or stall.
+//! One or both ends of a lane use kernel TLS.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -26,7 +27,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // The counters exist only once the module is loaded.
+        // Load the module, because the counters exist only after that.
         guest.command("modprobe", &["tls"]);
         for pairing in PAIRINGS {
             i3_a_guest_moves_while_lanes_are_replaced(guest, pairing);
@@ -59,7 +60,7 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = sealed_by_kernel(guest) - before;
-    // A replacement lane may be established after the last page was sent.
+    // A replacement lane may be established after the last page has been sent.
     let carried = report.lanes.len() as u64;
     let opened = proxy.connections() as u64 - 1;
     let possible = of_kernel * carried..=of_kernel * opened;
@@ -104,8 +105,8 @@ fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {
     )
 }
 
-/// The number of connections for which the kernel has sealed since the machine started, including
-/// probes.
+/// Returns the number of connections, including probes, for which the kernel has got a sending key
+/// since the machine started.
 fn sealed_by_kernel(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }

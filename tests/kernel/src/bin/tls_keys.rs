@@ -1,4 +1,4 @@
-//! Kernel TLS 1.3 with installed keys moves 16 MiB between sockets; a wrong key opens nothing.
+//! Kernel TLS 1.3 with installed keys carries 16 MiB between sockets; a wrong key decrypts nothing.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -27,8 +27,8 @@ fn moves_16_mib(guest: &Guest) {
         for number in 0..BYTES / CHUNK {
             source.write_all(&chunk(number)).expect("the data is sent");
         }
-        // Send once in the other direction: with a key for only one direction, this would be
-        // plaintext.
+        // Send once in the other direction. If a key were installed for only one direction, this
+        // data would be plaintext.
         let mut answer = [0; 5];
         source.read_exact(&mut answer).expect("the peer answers");
         assert_eq!(&answer, b"there");

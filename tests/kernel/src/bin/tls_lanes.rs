@@ -1,4 +1,4 @@
-//! Lanes with kernel TLS: every pairing of kernel and user space, ends, alerts, key updates.
+//! With kernel TLS at one or both ends, lanes carry data and report closes, alerts and key updates.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // The counters exist only once the module is loaded.
+        // Load the module, because the counters exist only after that.
         guest.command("modprobe", &["tls"]);
         for words in [
             &["init", "ca"][..],
@@ -61,15 +61,15 @@ fn main() -> ExitCode {
         an_alert_reaches_the_sender();
         k05_a_key_update_ends_a_lane_with_an_error_of_its_own();
         i7_a_changed_byte_is_not_delivered();
-        // This test comes last, because the result of its probe is cached.
+        // Run this test last, because the result of its probe is cached.
         k02_a_key_refused_after_a_good_probe_ends_only_that_connection();
     })
 }
 
 fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
-    // The cipher with the processor's instructions is a module, which an installed system loads
-    // when it starts, but this machine has not loaded. Some kernels use a slower implementation
-    // instead.
+    // The cipher with the processor's instructions is in a module. An installed system loads this
+    // module when it starts, but this machine has not loaded it. Some kernels use a slower
+    // implementation without it.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
@@ -107,7 +107,8 @@ fn i3_guest_memory_arrives_through_every_pairing(guest: &Guest) {
     }
 }
 
-/// Sends frames with pages and with odd sizes, then a clean end.
+/// Sends frames with pages and with odd sizes, then closes the lane, and checks what the other end
+/// receives.
 fn carry(near: Secured, far: Secured) {
     let mut memory = content(PAGES * PAGE_BYTES);
     let expected = memory.clone();
@@ -180,7 +181,7 @@ fn carry(near: Secured, far: Secured) {
     assert!(arrived == expected, "pages differ");
 }
 
-/// A proxy in between records the traffic.
+/// A proxy between the two ends records the traffic.
 fn i6_no_guest_memory_leaves_in_the_clear() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let (near, mut wire_near) = connected();
@@ -206,8 +207,8 @@ fn i6_no_guest_memory_leaves_in_the_clear() {
             let is_there = kept.windows(part.len()).any(|window| window == part);
             assert!(!is_there, "page {page} was seen");
         }
-        // The close is not sent as an alert in the clear either: every record has the content type
-        // of application data.
+        // The alert that closes the lane is not sent in the clear. Even the last record has the
+        // content type of application data.
         let mut rest = &kept[..];
         let mut last = 0;
         while let Some((header, body)) = rest.split_first_chunk::<5>() {
@@ -228,7 +229,7 @@ fn k07_an_end_without_a_close_is_truncation() {
     assert!(matches!(error, ReceiveError::Truncated), "{error}");
 }
 
-/// An alert has two bytes.
+/// The alert that closes the lane has two bytes, but the buffer of the read has room for only one byte.
 fn k07_a_close_ends_a_read_of_one_byte() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let sender = DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
@@ -259,7 +260,7 @@ fn an_alert_reaches_the_sender() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let mut sender = DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
     ktls::send_record(&far.stream, 21, &[2, 44]).expect("an alert is sent");
-    // A reset would discard an alert that has not arrived yet.
+    // Wait for the alert, because a reset would discard an alert that has not arrived yet.
     assert!(wait_readable(sender.socket(), soon()).expect("the socket can be polled"));
     drop(far);
     let until = soon();
@@ -277,7 +278,7 @@ fn k05_a_key_update_ends_a_lane_with_an_error_of_its_own() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
     let (mut near, far) = connected();
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
-    // A peer that renews its key, which Dunlin never does.
+    // This peer renews its key, which Dunlin never does.
     let name = "b.test".try_into().expect("the text is a name");
     let mut peer = rustls::ClientConnection::new(client.config().clone(), name)
         .expect("the settings are valid");
@@ -333,8 +334,8 @@ fn i7_a_changed_byte_is_not_delivered() {
     );
 }
 
-/// The kernel accepted the probe's keys, but refuses later ones, as if a limit had been
-/// reached in between.
+/// The kernel accepted the keys of the probe but refuses later keys, as if a limit had been reached
+/// in the meantime.
 fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
     let suite = CipherSuite::Aes256Gcm;
     let (client, server) = settings(suite, Offload::Auto, Offload::Process);
@@ -356,7 +357,7 @@ fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
         );
         let mut receiver = DataReceiver::tls(far.expect("the identities match"), STALL_LIMIT)
             .expect("the socket accepts its options");
-        // The connection gets no alert either, because that would be sent in the clear.
+        // The peer gets no alert, because the alert would be sent in the clear.
         let error = receiver
             .next(&mut [0; 4], None)
             .expect_err("the connection was cut");
@@ -406,7 +407,8 @@ fn is_kernel(end: &Secured) -> bool {
     matches!(end.records, Records::Kernel(_))
 }
 
-/// Both ends of a lane, each secured with the given offload.
+/// Returns both ends of a lane, secured with the given suite and with an offload setting for each
+/// end.
 fn pair(suite: CipherSuite, near: Offload, far: Offload) -> (Secured, Secured) {
     let (client, server) = settings(suite, near, far);
     let (near, far) = connected();
@@ -461,12 +463,12 @@ fn copy_and_keep(from: &mut TcpStream, to: &mut TcpStream) -> Vec<u8> {
             }
         }
     }
-    // The peer may have closed its connection.
+    // Shutting down may fail, because the peer may have closed its connection.
     let _ = to.shutdown(std::net::Shutdown::Write);
     kept
 }
 
-/// Bytes in which all pages differ.
+/// Returns bytes in which all pages differ from each other.
 fn content(bytes: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ bytes as u64;
     let mut next = || {

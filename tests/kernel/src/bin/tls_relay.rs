@@ -1,4 +1,4 @@
-//! A relay splices bytes without copying them: runs all relay tests again, with kernel TLS.
+//! All tests of relays pass with kernel TLS, where a relay splices bytes without copying them.
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         let skipped: &[&str] = if renews_keys(guest) {
             &[]
         } else {
-            // This kernel cannot renew keys.
+            // This kernel cannot renew keys, so skip the test that needs it.
             &["keys_are_renewed"]
         };
         let _ = guest.library_tests("tunnel_relay", skipped);

@@ -1,4 +1,4 @@
-//! The command of an earlier commit and the current one, with kernel TLS: hand-off and tunnel.
+//! Hand-off and tunnel work between an earlier and the current version of `dunlin` over kernel TLS.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -22,14 +22,14 @@ const NEEDS: Needs = Needs {
 
 /// The name of the certificate that `handoff accept` presents.
 const NAME: &str = "own";
-/// Not a multiple of a record.
+/// The number of bytes that are sent. It is not a multiple of a record.
 const BYTES: usize = (4 << 20) + 777;
 const LANES: u64 = 2;
 
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let versions = guest.versions();
-        // With this module `auto` chooses kernel TLS for lanes.
+        // If this module is loaded, the setting `auto` chooses kernel TLS for lanes.
         guest.command("modprobe", &["-a", "aesni-intel", "tls"]);
         guest.command("dunlin", &["pki", "init", "ca"]);
         for (name, folder) in [("a.test", "a"), ("b.test", "b"), (NAME, NAME)] {
@@ -130,8 +130,8 @@ fn a_tunnel_carries_a_channel_to_the_other_version(
     let stream = TcpStream::connect(entrance).expect("the listener is open");
     let (served, _) = target.accept().expect("the listener is open");
     exchange(&stream, &served, &pattern(BYTES, 3), &pattern(BYTES / 2, 4));
-    // Counts both ends of each connection; each side opens the lanes that it sends on. If the
-    // kernel cannot renew keys, `auto` keeps a relay in user space.
+    // Count both ends of each connection. Each side opens the lanes on which it sends. If the
+    // kernel cannot renew keys, `auto` leaves a relay in user space.
     let expected = match (mode, offload) {
         ("stripe", _) => 2 * 2 * LANES,
         (_, "auto") if !renews_keys(guest) => 0,
@@ -153,7 +153,7 @@ fn a_tunnel_carries_a_channel_to_the_other_version(
     drop((near, far));
 }
 
-/// A listening `tunnel run` with its log in a file.
+/// Starts `tunnel run` with its log in a file, and waits until the tunnel listens.
 fn tunnel(dunlin: &str, name: &str, config: &str) -> (Background, BufReader<ChildStdout>) {
     let file = format!("{name}.toml");
     fs::write(&file, config).expect("the folder is writable");

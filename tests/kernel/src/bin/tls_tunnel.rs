@@ -1,4 +1,5 @@
-//! A tunnel in stripe mode with kernel TLS at one or both ends; lanes are used up and replaced.
+//! A tunnel in stripe mode with kernel TLS replaces lanes that reach their record limit.
+//! One or both ends of a lane use kernel TLS.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,7 +17,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // The counters exist only once the module is loaded.
+        // Load the module, because the counters exist only after that.
         guest.command("modprobe", &["tls"]);
         use Offload::{Kernel, Process};
         for offload in [[Kernel, Kernel], [Kernel, Process], [Process, Kernel]] {
@@ -53,7 +54,8 @@ fn bytes_pass_in_both_directions_while_lanes_are_replaced(guest: &Guest, offload
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = guest.counter("/proc/net/tls_stat", "TlsTxSw") - before;
-    // All connections except the control lane's are lanes; the last one may not be established yet.
+    // All connections except that of the control lane are lanes. The last lane may not be
+    // established yet.
     assert!(sealed >= kernels * (relay.count() as u64 - 2), "{sealed}");
     assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
 }

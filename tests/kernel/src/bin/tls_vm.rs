@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         assert!(driver["priority"].as_u64() >= Some(400), "{records}");
         assert!(driver["asynchronous"].is_boolean(), "{records}");
         event(&said, "moved");
-        // Two lanes, both ends of each.
+        // Both ends of the two lanes use kernel TLS.
         assert_eq!(sealed(guest) - before, 4);
         drop((source, destination));
     })
@@ -67,7 +67,7 @@ fn start(directory: &str, line: &str) -> Vm {
     )
 }
 
-/// The first event with that name.
+/// Returns the first event with this name.
 fn event(said: &str, name: &str) -> Value {
     said.lines()
         .map(|line| serde_json::from_str::<Value>(line).expect("a JSON object"))
@@ -75,7 +75,7 @@ fn event(said: &str, name: &str) -> Value {
         .unwrap_or_else(|| panic!("no event {name}"))
 }
 
-/// The number of connections for which the kernel has received sending keys.
+/// Returns the number of connections for which the kernel has got a sending key.
 fn sealed(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }

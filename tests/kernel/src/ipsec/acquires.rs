@@ -1,5 +1,5 @@
 //! Policies that request SAs from a key manager (`XFRM_MSG_ACQUIRE`). Dunlin adds SAs before they
-//! are needed and installs no such policy; a test shows why.
+//! are needed and installs no such policy, because it would drop packets (test `p09_acquire`).
 
 use std::io;
 use std::net::IpAddr;
@@ -13,9 +13,9 @@ use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_XFRM};
 use uapi::policy::ModifyMessage;
 use uapi::{Address, Id, LifetimeConfig, UserPolicyInfo, UserTemplate, XfrmAttrs, XfrmMessage};
 
-/// `XFRMA_SA_PCPU`, four bytes; netlink-packet-xfrm lacks it.
+/// The attribute `XFRMA_SA_PCPU`, a number of four bytes. The crate netlink-packet-xfrm lacks it.
 const SA_CPU: u16 = 35;
-/// `XFRM_POLICY_CPU_ACQUIRE`: a CPU without an SA requests one (Linux 6.13).
+/// The flag `XFRM_POLICY_CPU_ACQUIRE`: a CPU without an SA requests one (since Linux 6.13).
 const CPU_ACQUIRE: u8 = 4;
 
 /// Adds an outbound policy with `CPU_ACQUIRE` in the calling thread's namespace.
@@ -24,7 +24,7 @@ const CPU_ACQUIRE: u8 = 4;
 /// Errors from socket(2) and from the kernel.
 ///
 /// # Panics
-/// The policy does not protect outgoing packets.
+/// The policy's action is not to protect packets.
 pub fn add_acquiring_policy(policy: &Policy) -> io::Result<()> {
     let Action::Protect { reqid, from, to } = policy.action else {
         panic!("the policy protects");
@@ -95,8 +95,8 @@ pub fn add_acquiring_policy(policy: &Policy) -> io::Result<()> {
     }
 }
 
-/// Receives the kernel's requests in one network namespace. While it is open, the kernel waits for
-/// an answer.
+/// Receives the kernel's requests for SAs in one network namespace. While its socket is open, the
+/// kernel waits for an answer to each request.
 pub struct Acquires(Socket);
 
 impl std::fmt::Debug for Acquires {
@@ -118,8 +118,8 @@ impl Acquires {
         Ok(Self(socket))
     }
 
-    /// Returns the CPUs for which SAs were requested since the last call; `None` is an SA for all
-    /// CPUs.
+    /// Returns the CPUs for which SAs have been requested since the last call. `None` stands for a
+    /// request of an SA for all CPUs.
     ///
     /// # Errors
     /// Errors from recv(2).

@@ -1,4 +1,5 @@
-//! Connections from one host to another, made and used on given CPUs, and the SAs that they use.
+//! Connections between two hosts, made and used on given CPUs, and the SAs that the connections
+//! use.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,19 +13,19 @@ use dunlin_test_base::pattern;
 
 use super::{Family, Host, Hosts, LANES, SaSet, on_cpu};
 
-/// The timeout for any expected event.
+/// The time limit for every expected event.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// The listener for lanes on a host.
+/// A listener for lanes on a host.
 #[derive(Debug)]
 pub struct Acceptor {
     listener: TcpListener,
-    /// The address it listens on.
+    /// The address of the listener.
     pub address: SocketAddr,
 }
 
 impl Acceptor {
-    /// Opens a listener at the first port of lanes plus `further`.
+    /// Opens a listener whose port is the first port of lanes plus `further`.
     ///
     /// # Panics
     /// The port is in use.
@@ -52,17 +53,17 @@ impl Acceptor {
     }
 }
 
-/// A lane: both ends of a connection.
+/// A lane, that is, both ends of one connection.
 #[derive(Debug)]
 pub struct Lane {
-    /// The end that connected.
+    /// The end of the connecting side.
     pub near: TcpStream,
-    /// The accepted end.
+    /// The end of the accepting side.
     pub far: TcpStream,
 }
 
 impl Lane {
-    /// Connects from `host` on one CPU.
+    /// Connects from `host`, on the given CPU.
     ///
     /// # Panics
     /// The lane does not connect.
@@ -73,14 +74,15 @@ impl Lane {
         let far = listener.accept();
         for end in [&near, &far] {
             end.set_nodelay(true).expect("the socket is connected");
-            // Otherwise the connection would exist for minutes if its SA or its link is removed
-            // first.
+            // Without a reset, a closed connection would exist for minutes if its SA or its link is
+            // removed first.
             set_reset_on_close(end).expect("the socket is connected");
         }
         Self { near, far }
     }
 
-    /// Sends bytes from one CPU, and waits until the far end has received and acknowledged them.
+    /// Sends bytes from the near end, on the given CPU. Waits until the far end has received and
+    /// acknowledged them.
     ///
     /// # Panics
     /// The bytes do not arrive.
@@ -97,13 +99,13 @@ impl Lane {
     }
 }
 
-/// Ends a lane's threads if the test fails; otherwise they would wait for each other until the
+/// Ends the threads of a lane if the test fails. Otherwise they would wait for each other until the
 /// test's time limit.
 #[derive(Debug)]
 pub struct Ending<'a> {
-    /// The flag that the threads check between two steps.
+    /// A flag that the threads check between two steps.
     pub done: &'a AtomicBool,
-    /// The lane on which they wait.
+    /// The lane on which the threads wait.
     pub lane: &'a Lane,
 }
 
@@ -137,7 +139,7 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
     }
 }
 
-/// Fills the buffer, even if reads are interrupted.
+/// Reads until the buffer is full. An interrupted read is repeated.
 ///
 /// # Panics
 /// The connection ends or stalls.
@@ -164,8 +166,8 @@ pub fn write_all(mut to: &TcpStream, data: &[u8]) {
     to.write_all(data).expect("the data is written");
 }
 
-/// Returns the SAs of one direction that carried packets at the sender while `task` ran, with the
-/// number of packets; `None` is the fallback.
+/// Returns the SAs of one direction that carried packets while `task` ran, each with its number of
+/// packets at the sender. `None` is the fallback SA.
 pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Option<u32>, u64)> {
     let before = way.packets(from, to);
     task();
@@ -181,8 +183,8 @@ pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Op
         .collect()
 }
 
-/// Returns the CPUs of [`used`], without CPUs with an SA that carried only a single packet:
-/// another lane may retransmit at any moment.
+/// Like [`used`], but returns only the CPUs. Ignores an SA that carried a single packet, because
+/// another lane may retransmit a packet at any moment.
 pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
     let used = used(way, from, to, task);
     if used.len() != 1 {
@@ -194,10 +196,10 @@ pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Op
         .collect()
 }
 
-/// Makes the connection look up its SA again at the next send, and makes that send on `cpu`:
+/// Makes the connection look up its SA again at its next send, and performs this send on `cpu`. It
 /// changes the traffic class, sends `first`, and changes the class back, which triggers another
-/// lookup. With Nagle's algorithm the second send would wait for an acknowledgement, and would
-/// happen on the CPU that receives it.
+/// lookup. Nagle's algorithm must be off. Otherwise the second send would wait for an
+/// acknowledgement and take place on the CPU that receives the acknowledgement.
 ///
 /// # Panics
 /// The socket is not connected.
@@ -210,8 +212,8 @@ pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     });
 }
 
-/// Two hosts, SAs for every CPU in both directions, policies for the lanes of `family`, and a
-/// listener.
+/// Two hosts with SAs for every CPU in both directions, policies for the lanes of one address
+/// family, and a listener.
 #[derive(Debug)]
 pub struct Scene {
     /// The hosts.
@@ -225,10 +227,11 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Sets up everything; `cpus` is the number of CPUs with SAs on each host.
+    /// Sets up the hosts, SAs, policies and the listener. `cpus` is the number of CPUs with SAs,
+    /// for each host.
     ///
     /// # Panics
-    /// Something is missing.
+    /// A step of the setup fails.
     #[must_use]
     pub fn new(guest: &crate::Guest, family: Family, cpus: [u32; 2]) -> Self {
         let hosts = Hosts::new(guest);

@@ -1,6 +1,6 @@
-//! A link with a single receiving CPU, like a network card with one queue. The packets carry no
-//! state from the sender's kernel. Over a veth pair they would keep the hash of their
-//! connection; a packet from a real wire has none.
+//! A link with a single receiving CPU, like a network card with one queue. As on a real wire,
+//! packets carry no state of the sender's kernel. Over a veth pair, they would keep the flow hash
+//! of their connection.
 
 use std::os::fd::AsFd;
 use std::thread::{self, JoinHandle};
@@ -17,7 +17,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Starts forwarding on one CPU.
+    /// Starts a thread on the given CPU that forwards packets.
     ///
     /// # Panics
     /// There is no such CPU, or the system is out of descriptors.
@@ -60,7 +60,7 @@ fn carry(ends: &[Tun; 2], stopped: &Wakeup) {
         }
         for (from, to) in [(one, other), (other, one)] {
             while let Ok(length) = from.receive(&mut packet) {
-                // A device that is not up yet drops packets, like a disconnected wire.
+                // A device that is not up yet drops packets, as a disconnected wire does.
                 let _ = to.send(&packet[..length]);
             }
         }

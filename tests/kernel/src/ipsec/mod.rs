@@ -4,7 +4,7 @@
 //! - [`Hosts`], [`Host`]: two namespaces with a link
 //! - [`Sa`], [`protect`]: SAs and policies between them
 //! - [`lanes`]: connections from and to given CPUs, and the SAs that they use
-//! - [`wire`]: frames as they leave a host
+//! - [`wire`]: the frames that leave a host
 //! - [`statistics`]: packets that IPsec dropped
 //! - [`acquires`]: policies that request SAs, and the kernel's requests
 //! - [`tap`]: frame counts while sessions of `dunlin ipsec` are under load
@@ -35,9 +35,9 @@ use self::link::Link;
 use self::statistics::Statistics;
 use crate::Guest;
 
-/// The number of CPUs of a guest in tests that depend on that number.
+/// The number of CPUs of the virtual machine in tests that depend on that number.
 pub const CPUS: u32 = 4;
-/// The request id of policies and SAs in a test.
+/// The request id of a test's policies and SAs.
 pub const REQID: u32 = 4242;
 /// The destination ports of lanes.
 pub const LANES: PortBlock = PortBlock {
@@ -48,7 +48,7 @@ pub const LANES: PortBlock = PortBlock {
 pub const ENCAPSULATED: u16 = 4500;
 /// The priority of policies for lanes.
 pub const PRIORITY: u32 = 1000;
-/// The interface of each host.
+/// The name of the link's interface on each host.
 pub const LINK: &str = "lane0";
 
 /// An address family.
@@ -60,14 +60,14 @@ pub enum Family {
     V6,
 }
 
-/// A host: a network namespace.
+/// A host, which is a network namespace.
 #[derive(Debug)]
 pub struct Host {
     /// The namespace's name, for `ip -n`.
     pub name: String,
     namespace: File,
     number: u8,
-    /// Its IPsec tables.
+    /// The kernel's IPsec tables for this host.
     pub xfrm: Xfrm,
 }
 
@@ -78,23 +78,23 @@ pub struct Hosts {
     pub a: Host,
     /// The host that accepts.
     pub b: Host,
-    /// The link, if it is not a veth pair.
+    /// The link, unless it is a veth pair.
     #[expect(dead_code, reason = "held, not read")]
     link: Option<Link>,
 }
 
 impl Hosts {
-    /// Creates the hosts. Loads `esp4_offload` and `esp6_offload` before any SA is added.
+    /// Creates two hosts. Loads `esp4_offload` and `esp6_offload` before any SA is added.
     ///
     /// # Panics
-    /// If something is missing; the test needs the package `iproute2`.
+    /// A step fails, for instance because the test does not request the package `iproute2`.
     #[must_use]
     pub fn new(guest: &Guest) -> Self {
         guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
         Self::without_offload(guest)
     }
 
-    /// Creates the hosts and loads no module.
+    /// Creates two hosts without loading a module.
     ///
     /// # Panics
     /// Same as [`Hosts::new`].
@@ -110,8 +110,8 @@ impl Hosts {
         Self::up(guest, [a, b], None)
     }
 
-    /// Creates the hosts, connected by a link with a single receiving CPU, like a network card
-    /// with one queue.
+    /// Creates two hosts that are connected by a link with a single receiving CPU, like a network
+    /// card with one queue.
     ///
     /// # Panics
     /// Same as [`Hosts::new`].
@@ -136,16 +136,16 @@ impl Hosts {
             let ip = |arguments: &[&str]| {
                 guest.command("ip", &[&["-n", host], arguments].concat());
             };
-            // Automatic addresses would be added later, and make connections look up their routes
-            // again.
+            // Automatic addresses would be added later and cause connections to look up their
+            // routes again.
             ip(&["link", "set", LINK, "addrgenmode", "none"]);
             ip(&["addr", "add", &v4, "dev", LINK]);
             ip(&["addr", "add", &v6, "dev", LINK, "nodad"]);
             ip(&["link", "set", "lo", "up"]);
             ip(&["link", "set", LINK, "up"]);
         }
-        // The kernel reports the link up to a second later, and then all connections look up their
-        // routes again.
+        // The kernel reports the link as up within a second. All connections would look up their
+        // routes again at that moment, so wait for it.
         let until = Instant::now() + Duration::from_secs(30);
         for host in [&a, &b] {
             let is_up = || {
@@ -204,7 +204,7 @@ impl Host {
         }
     }
 
-    /// Runs `task` inside, in its own thread.
+    /// Runs `task` in the host's namespace, in a new thread.
     ///
     /// # Panics
     /// If `task` panics.
@@ -212,7 +212,7 @@ impl Host {
         netns::run_inside(&self.namespace, task).expect("the namespace can be entered")
     }
 
-    /// Runs `task` inside, on one CPU.
+    /// Runs `task` in the host's namespace, on one CPU.
     ///
     /// # Panics
     /// If `task` panics, or the CPU does not exist.
@@ -232,7 +232,7 @@ impl Host {
         self.run(|| Statistics::read().expect("the kernel counts"))
     }
 
-    /// Returns the counters of an SA; zeros if there is none.
+    /// Returns the counters of an SA, or zeros if the host does not have it.
     ///
     /// # Panics
     /// The kernel's tables cannot be read.
@@ -243,7 +243,7 @@ impl Host {
     }
 }
 
-/// Runs `task` on one CPU, in its own thread.
+/// Runs `task` on one CPU, in a new thread.
 ///
 /// # Panics
 /// If `task` panics, or the CPU does not exist.
@@ -259,25 +259,25 @@ pub fn on_cpu<T: Send>(cpu: u32, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// An SA from one host to another, for both hosts.
+/// The parameters of an SA from one host to another, from which both hosts' SAs are made.
 #[derive(Clone, Copy, Debug)]
 pub struct Sa {
-    /// The SPI, at least 0x100; the key is derived from it.
+    /// The SPI, which is at least 0x100. The key is derived from it.
     pub spi: u32,
-    /// The CPU of the sender.
+    /// The sender's CPU, or `None` for all CPUs.
     pub cpu: Option<u32>,
     /// The request id.
     pub reqid: u32,
     /// The receiver's replay window, in packets.
     pub replay_window: u32,
-    /// Ports of ESP in UDP.
+    /// The UDP ports, if ESP is sent in UDP.
     pub encapsulation: Option<Encapsulation>,
     /// The address family.
     pub family: Family,
 }
 
 impl Sa {
-    /// An IPv4 SA for all CPUs.
+    /// Returns an IPv4 SA for all CPUs.
     #[must_use]
     pub const fn new(spi: u32) -> Self {
         Self {
@@ -290,7 +290,7 @@ impl Sa {
         }
     }
 
-    /// The same SA for one CPU.
+    /// Returns the same SA for one CPU.
     #[must_use]
     pub const fn of_cpu(self, cpu: u32) -> Self {
         Self {
@@ -299,13 +299,13 @@ impl Sa {
         }
     }
 
-    /// The same SA with another address family.
+    /// Returns the same SA with another address family.
     #[must_use]
     pub const fn of(self, family: Family) -> Self {
         Self { family, ..self }
     }
 
-    /// Returns the SA's identity on both hosts.
+    /// Returns the SA's identifier, which is the same on both hosts.
     #[must_use]
     pub fn id(&self, to: &Host) -> StateId {
         StateId {
@@ -314,7 +314,7 @@ impl Sa {
         }
     }
 
-    /// Returns the SA for the kernel of one of the hosts.
+    /// Returns the SA as the kernel of one of the hosts gets it, depending on `direction`.
     #[must_use]
     pub fn state(&self, from: &Host, to: &Host, direction: Direction) -> State {
         let mut key = [0; KeyAndSalt::BYTES];
@@ -326,7 +326,8 @@ impl Sa {
             source: from.address(self.family),
             reqid: self.reqid,
             direction,
-            // The receiver's CPUs may differ; they do not matter.
+            // The receiver's SA has no CPU, because its CPUs may differ from the sender's and do
+            // not matter.
             cpu: if outbound { self.cpu } else { None },
             key: KeyAndSalt::new(&key),
             replay_window: if outbound { 0 } else { self.replay_window },
@@ -367,18 +368,18 @@ impl Sa {
     }
 }
 
-/// The SAs of one direction: a fallback and one for each of some CPUs.
+/// The SAs of one direction: a fallback SA and one SA for each of several CPUs.
 #[derive(Clone, Debug)]
 pub struct SaSet {
-    /// The SA for all CPUs; added first.
+    /// The fallback SA for all CPUs, which is added first.
     pub fallback: Sa,
     /// One SA for each CPU.
     pub own: Vec<Sa>,
 }
 
 impl SaSet {
-    /// SAs with SPIs that start at `first`, which is that of the fallback, for `cpus` CPUs
-    /// starting at 0.
+    /// Creates a set for `cpus` CPUs, starting at CPU 0. The fallback has the SPI `first`, and the
+    /// other SPIs follow.
     #[must_use]
     pub fn new(first: u32, cpus: u32, family: Family) -> Self {
         Self {
@@ -399,12 +400,13 @@ impl SaSet {
         }
     }
 
-    /// Returns the fallback, then the others.
+    /// Returns the fallback SA, then the SAs of CPUs.
     pub fn all(&self) -> impl Iterator<Item = &Sa> {
         std::iter::once(&self.fallback).chain(&self.own)
     }
 
-    /// Returns the packets that each SA carried at the sender: the fallback first, then by CPU.
+    /// Returns the number of packets that each SA carried at the sender: first for the fallback SA,
+    /// then by CPU.
     #[must_use]
     pub fn packets(&self, from: &Host, to: &Host) -> Vec<u64> {
         self.all()
@@ -413,8 +415,8 @@ impl SaSet {
     }
 }
 
-/// Returns whether the kernel has per-CPU SAs. The kernel's version does not show it, because older
-/// series have backports.
+/// Returns whether the kernel has per-CPU SAs. It probes for them, because kernels of older series
+/// have backports.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -434,7 +436,7 @@ pub fn needs_per_cpu(guest: &Guest) {
     }
 }
 
-/// Returns the selector of lanes from `from` to `to`.
+/// Returns the selector of the packets of lanes from `from` to `to`.
 #[must_use]
 pub fn lanes_from(from: &Host, to: &Host, family: Family, protocol: Protocol) -> Selector {
     Selector {
@@ -446,7 +448,7 @@ pub fn lanes_from(from: &Host, to: &Host, family: Family, protocol: Protocol) ->
     }
 }
 
-/// Returns the selector of the opposite direction.
+/// Returns the selector for the opposite direction.
 #[must_use]
 pub fn back(selector: &Selector) -> Selector {
     Selector {
@@ -458,8 +460,8 @@ pub fn back(selector: &Selector) -> Selector {
     }
 }
 
-/// Returns the policies of both hosts, out and in, for the packets of `selector` from `from` to
-/// `to` and for the opposite direction.
+/// Returns the policies of both hosts, outgoing and incoming, for packets that match `selector`
+/// from `from` to `to`, and for the opposite direction.
 #[must_use]
 pub fn policies<'a>(
     selector: &Selector,
@@ -503,8 +505,8 @@ fn family_of(selector: &Selector) -> Family {
     }
 }
 
-/// Adds policies on both hosts that require an SA of [`REQID`] for lanes from `a` to `b`, in both
-/// directions.
+/// Adds policies on both hosts that require an SA with the request id [`REQID`] for lanes from `a`
+/// to `b`, in both directions.
 ///
 /// # Panics
 /// A policy is not added.

@@ -1,14 +1,15 @@
-//! The packets that IPsec dropped in a network namespace, by reason
+//! Counters of the packets that IPsec dropped in a network namespace, by reason
 //! (Documentation/networking/xfrm/xfrm_proc.rst).
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 
-/// The file of the calling thread's namespace; `/proc/net` would be the main thread's.
+/// The file for the namespace of the calling thread. `/proc/net` would show the namespace of the
+/// main thread.
 const FILE: &str = "/proc/thread-self/net/xfrm_stat";
 
-/// Packet counters since the namespace was created, with the kernel's names, for instance
+/// Packet counters since the namespace was created, by the kernel's names, for instance
 /// `XfrmInNoStates`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics(BTreeMap<String, u64>);
@@ -30,7 +31,7 @@ impl Statistics {
         Self(lines.collect())
     }
 
-    /// Returns a counter; 0 if the kernel has none with that name.
+    /// Returns a counter, or 0 if the kernel has no counter with that name.
     #[must_use]
     pub fn get(&self, name: &str) -> u64 {
         self.0.get(name).copied().unwrap_or_default()

@@ -13,21 +13,21 @@ use dunlin_rig::linux::packet::Packets;
 use super::wire::{Seen, seen};
 use crate::sessions::{HOSTS, inside};
 
-/// Counts the frames that leave both hosts of [`crate::sessions`].
+/// A running count of the frames that leave the two hosts of [`crate::sessions`].
 #[derive(Debug)]
 pub struct Tap {
     done: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Left>>,
 }
 
-/// The frames that left the hosts.
+/// The number of frames that left the hosts, by kind.
 #[derive(Clone, Debug, Default)]
 pub struct Left {
-    /// ESP frames by SPI.
+    /// Number of ESP frames, by SPI.
     pub sealed: BTreeMap<u32, u64>,
-    /// Unsealed TCP and UDP frames, by the ports of sender and receiver.
+    /// Number of TCP and UDP frames in the clear, by the ports of sender and receiver.
     pub clear: BTreeMap<(u16, u16), u64>,
-    /// Frames lost for lack of buffer space.
+    /// Number of frames that were not counted because the buffer was full.
     pub lost: u64,
 }
 
@@ -51,7 +51,7 @@ impl Tap {
         }
     }
 
-    /// Stops, and returns the frames that left both hosts until now.
+    /// Stops counting, and returns the counts of frames that have left both hosts.
     ///
     /// # Panics
     /// The frames cannot be read.
@@ -72,7 +72,8 @@ impl Tap {
 }
 
 impl Left {
-    /// Returns whether no frame was lost and no frame with one of these ports was in the clear.
+    /// Returns whether no frame was lost, and no frame with one of these ports was sent in the
+    /// clear.
     #[must_use]
     pub fn is_sealed(&self, ports: &RangeInclusive<u16>) -> bool {
         let leak = |(from, to): &(u16, u16)| ports.contains(from) || ports.contains(to);

@@ -1,7 +1,8 @@
 //! The frames that leave a host.
 //!
-//! Frames are observed where they leave. Where they arrive, the kernel may show a packet a second
-//! time after it was opened (`esp4_offload` passes it to the interface again), which is not a leak.
+//! Frames are captured where they leave a host. A capture where they arrive may also show the
+//! decrypted packet, because `esp4_offload` passes that packet to the interface again. This is not a
+//! leak.
 
 use dunlin_rig::linux::packet::{Frame, Packets};
 
@@ -16,7 +17,7 @@ pub enum Seen {
         spi: u32,
         /// The lower half of the sequence number.
         sequence: u32,
-        /// The UDP ports of ESP in UDP.
+        /// The UDP ports of sender and receiver, if ESP is sent in UDP.
         udp: Option<(u16, u16)>,
     },
     /// TCP or UDP, with its ports.
@@ -26,12 +27,12 @@ pub enum Seen {
         /// The port of the receiver.
         destination: u16,
     },
-    /// Any other frame: ARP, ICMP.
+    /// Any other frame, for instance ARP or ICMP.
     Other,
 }
 
 impl Seen {
-    /// Returns whether the frame belongs to a lane and is not sealed.
+    /// Returns whether the frame belongs to a lane and is not encrypted.
     #[must_use]
     pub fn is_leak(self) -> bool {
         match self {
@@ -58,7 +59,8 @@ impl Wire {
         Self([tap(&hosts.a), tap(&hosts.b)])
     }
 
-    /// Returns all frames that left either host since the last call, in order for each host.
+    /// Returns all frames that have left either host since the last call. The frames of each host
+    /// are in order.
     ///
     /// # Panics
     /// Frames were lost for lack of buffer space.
@@ -82,7 +84,7 @@ pub fn tap(host: &Host) -> Packets {
         .expect("the host has a link")
 }
 
-/// Returns the frames that left since the last call.
+/// Returns the frames that have left the host since the last call.
 ///
 /// # Panics
 /// Frames were lost for lack of buffer space.
@@ -122,7 +124,7 @@ pub fn seen(frame: &Frame) -> Seen {
     };
     match protocol {
         50 => esp(inner, None),
-        // Four zero bytes after the UDP header mark an IKE message; anything else is ESP (RFC
+        // Four zero bytes after the UDP header mark an IKE message. Any other value marks ESP (RFC
         // 3948).
         17 if [port(0), port(2)].contains(&super::ENCAPSULATED) && word(inner, 8) != 0 => {
             esp(&inner[8..], Some((port(0), port(2))))

@@ -129,7 +129,7 @@ fn i7_bytes_of_either_side_keep_a_client_and_the_idle_client_is_evicted() {
         let mut all = state.forwarded.values().map(|one| one.activity());
         all.nth(at).unwrap()
     };
-    // Bytes are counted after they were forwarded.
+    // The count of forwarded bytes changes only after the bytes were forwarded, so wait for it.
     until("bytes after the hello", || {
         (0..3).all(|at| activity(at).has_sent_more)
     });
@@ -167,7 +167,7 @@ fn i7_a_client_is_evicted_at_once_while_its_backend_does_not_accept() {
         lock(&shared.state).forwarded.len() == 1
     });
     assert!(make_room(shared, Instant::now() + GRACE));
-    // The client is aborted long before the backend's timeout.
+    // The acceptor aborts the client long before the backend's timeout.
     assert_aborted(&refusals);
     assert!(near.read_exact(&mut [0]).is_err());
     until("the client is removed", || {
