@@ -1,10 +1,11 @@
-//! Runs the fuzz entries in unit tests on a stable compiler: over the seeds in `fuzz/seeds`, and
-//! over mutations of them. Each crate with entries includes this file in its tests.
+//! Runs the fuzz entries as unit tests, on a stable compiler. Each entry runs over its seeds in
+//! `fuzz/seeds` and over mutations of these seeds. Each crate with fuzz entries includes this file
+//! in its tests.
 //!
-//! A failure prints the seed of its round; `DUNLIN_SEED=…` replays only that round.
-//! `DUNLIN_WRITE_SEEDS=1` regenerates the seeds after a change of the wire format. Put an input
-//! found by libFuzzer into the target's folder with the prefix `kept-`; the tests then run it every
-//! time.
+//! A failure prints the random seed of its round. `DUNLIN_SEED=…` replays only that round.
+//! `DUNLIN_WRITE_SEEDS=1` regenerates the seeds after a change of the wire format. To keep an input
+//! that libFuzzer has found, put it into the target's folder under a name that begins with `kept-`.
+//! The tests then run it too.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::fs;
@@ -12,13 +13,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// An input and its name.
+/// The name of an input, and its bytes.
 pub(super) type Seed = (String, Vec<u8>);
 
-/// An entry and the name of its seed folder.
+/// The name that an entry and its seed folder share, and the entry.
 pub(super) type Target = (&'static str, fn(&[u8]));
 
-/// The time spent on mutations of each target.
+/// How long each target runs on mutated seeds.
 const TIME: Duration = Duration::from_millis(900);
 /// The maximum length of an input.
 const LONGEST: usize = 4096;
@@ -27,8 +28,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Runs every target over its seeds, which must equal those that `seeds` generates, and over
-/// mutations.
+/// Runs every target over its seeds and over mutations of them. The seeds on disk must equal those
+/// that `seeds` generates.
 pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
     let replay = std::env::var("DUNLIN_SEED").ok();
     let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is a number"));
@@ -82,7 +83,7 @@ fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
         }
     }
     let mut found: Vec<Seed> = fs::read_dir(&folder)
-        .unwrap_or_else(|error| panic!("fuzz/seeds/{name}: {error}; DUNLIN_WRITE_SEEDS=1 makes it"))
+        .unwrap_or_else(|error| panic!("fuzz/seeds/{name}: {error}; DUNLIN_WRITE_SEEDS=1 adds it"))
         .map(|entry| {
             let entry = entry.unwrap();
             let name = entry.file_name().into_string().unwrap();
@@ -95,13 +96,13 @@ fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
     made.sort();
     assert!(
         found.iter().filter(kept).eq(made.iter()),
-        "fuzz/seeds/{name} are not the seeds that the encoders write: DUNLIN_WRITE_SEEDS=1 writes \
-         them anew; remove those of messages that are no more"
+        "fuzz/seeds/{name} differs from what the encoders write: DUNLIN_WRITE_SEEDS=1 rewrites the \
+         seeds; remove those of messages that no longer exist"
     );
     found
 }
 
-/// The vectors of docs/wire/ with names that begin with `prefix`.
+/// The test vectors in docs/wire/ with names that begin with `prefix`.
 pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
     let mut pages: Vec<PathBuf> = fs::read_dir(root().join("docs/wire"))
         .unwrap()
@@ -132,7 +133,7 @@ pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
     seeds
 }
 
-/// The part of each seed from the offset that `start` returns.
+/// The part of each seed that begins at the offset returned by `start`.
 pub(super) fn within(seeds: &[Seed], start: fn(&[u8]) -> usize) -> Vec<Seed> {
     seeds
         .iter()
@@ -184,7 +185,8 @@ fn mutate(corpus: &[Seed], random: &mut Random) -> Vec<u8> {
                     *byte = random.next() as u8;
                 }
             }
-            // A number at a limit of its type.
+            // Overwrite a field with a number at a limit of a type, or with another critical
+            // number.
             2 | 3 => {
                 let width = [1, 2, 4, 8][random.below(4)];
                 let numbers = [

@@ -1,7 +1,8 @@
 //! The book: checks the links of all pages and builds `docs/` with mdBook.
 //!
-//! mdBook does not check links. This task does: each relative link must lead to a file and, with `#`, to
-//! a heading. A page of the book links only to files of the book, and `docs/SUMMARY.md` lists each page.
+//! mdBook does not check links. This task checks them: each relative link must lead to a file, and a
+//! link with `#` also to a heading of that file. A page of the book links only to files of the book, and
+//! `docs/SUMMARY.md` lists each page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -146,7 +147,7 @@ impl Page {
             } else if let Some(heading) = line.strip_prefix('#') {
                 page.add_anchor(heading.trim_start_matches('#').trim());
             } else {
-                // Odd parts are code spans.
+                // Skip every second part, because it is a code span.
                 for prose in line.split('`').step_by(2) {
                     let targets = prose.split("](").skip(1);
                     let targets = targets.filter_map(|rest| rest.split_once(')'));

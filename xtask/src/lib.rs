@@ -1,11 +1,11 @@
 //! The workspace's development tasks, as a library for its tests. `cargo xtask help` lists them.
 //!
 //! - [`mod@bench`]: benchmarks of Dunlin and other programs.
-//! - [`book`]: the links of the pages, and the book.
-//! - [`kernel`]: tests under Debian's kernels, in virtual machines.
+//! - [`book`]: checks the links of the pages and builds the book.
+//! - [`kernel`]: runs tests under Debian's kernels, in virtual machines.
 //! - [`programs`]: runs test programs in parallel.
-//! - [`tables`]: the tables with measurements in the pages, and the kept results behind them.
-//! - [`words`]: retired words in code and pages.
+//! - [`tables`]: writes the tables with measurements into the pages, from the kept results.
+//! - [`words`]: finds retired words in code and pages.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 

@@ -10,6 +10,6 @@ fn main() -> ExitCode {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn main() -> ExitCode {
-    eprintln!("the kernels and QEMU that the chores need are those of x86-64");
+    eprintln!("cargo xtask needs x86-64: its kernels and QEMU are built for x86-64");
     ExitCode::FAILURE
 }

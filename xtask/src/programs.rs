@@ -1,6 +1,6 @@
 //! Runs test programs in parallel. Most of them spend most of their time waiting: for a silent
-//! peer, for a timeout, or for a guest that counts. Run one after the other, they leave the machine
-//! idle.
+//! peer, for a timeout, or for a guest that counts. If they ran one after the other, the machine
+//! would be idle most of the time.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -20,7 +20,7 @@ use serde::Deserialize;
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
-/// A package with guests that have to keep their rates: each of its programs runs alone.
+/// A package with guests that have to keep their rates, so each of its programs runs alone.
 const GUESTS: &str = "crates/dunlin-microvm";
 /// Packages of the test infrastructure.
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
@@ -80,7 +80,8 @@ struct Program {
 }
 
 impl Program {
-    /// A name for the output; programs of several packages are called `it`.
+    /// A name for the output. It contains the package, because programs of several packages are
+    /// called `it`.
     fn label(&self) -> String {
         let package = self.directory.file_name().unwrap_or_default();
         format!("{} {}", package.display(), self.name)
@@ -115,18 +116,18 @@ struct Ran {
 /// The programs cannot be built or started, or the suite has none.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
-    // Check the names: otherwise a renamed program would run in parallel with others without an
-    // error.
+    // Check the names, because a renamed program would otherwise run in parallel with others,
+    // without an error.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
-        bail!("{gone}, which is to run alone, is not a test program");
+        bail!("{gone} must run alone, but no test program has this name");
     }
     let Some(suite) = options.suite else {
         return Ok(ExitCode::SUCCESS);
     };
     programs.retain(|program| program.suite() == suite);
     if programs.is_empty() {
-        bail!("there is no test program in that suite");
+        bail!("the suite has no test programs");
     }
     let (alone, others): (Vec<_>, Vec<_>) = programs.into_iter().partition(Program::is_alone);
     let mut ran = run(others, AT_A_TIME)?;
@@ -159,7 +160,7 @@ fn built() -> Result<Vec<Program>> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
-        .context("cargo cannot be started")?;
+        .context("cannot start cargo")?;
     let mut programs = Vec::new();
     if let Some(said) = cargo.stdout.take() {
         for line in BufReader::new(said).lines() {
@@ -219,7 +220,8 @@ fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
 }
 
 fn run_one(program: &Program) -> Result<Ran> {
-    // Use a file instead of a pipe: a process that a test leaves behind would keep a pipe open.
+    // Use a file instead of a pipe, because a process that a test leaves behind would keep a pipe
+    // open.
     let scratch = Scratch::try_new()?;
     let output = scratch.join("output");
     let file = File::create(&output)?;
@@ -236,7 +238,7 @@ fn run_one(program: &Program) -> Result<Ran> {
         .stdout(file.try_clone()?)
         .stderr(file)
         .status()
-        .with_context(|| format!("{} cannot be run", program.file.display()))?;
+        .with_context(|| format!("cannot run {}", program.file.display()))?;
     let took = began.elapsed();
     let text = fs::read(&output)?;
     let mut stdout = std::io::stdout().lock();

@@ -10,9 +10,9 @@ use clap::Args;
 
 /// The list, relative to the workspace.
 const LIST: &str = "tools/words";
-/// Files and folders that are not searched: the list, texts that this project did not write,
-/// builds, generated inputs, lists of interfaces (`api`, with the names of the sources), recorded
-/// sessions, and decisions, which keep the words used when they were made.
+/// Files and folders that are not searched: the list itself, the licence, build output, generated test
+/// inputs, the interface lists in `api` (the check finds their names in the sources), recorded
+/// sessions, and decisions, which keep the words that were used when they were made.
 const SKIPPED: [&str; 11] = [
     "words",
     "LICENSE",
@@ -45,9 +45,9 @@ pub struct WordOptions {
 struct Entry {
     /// Lower case, split as [`words`] splits a text.
     words: Vec<String>,
-    /// Longer phrases that contain it and are allowed.
+    /// Longer phrases that contain the word and are allowed.
     allowed: Vec<Vec<String>>,
-    /// What to write.
+    /// The suggested replacement.
     instead: String,
     /// Whether identifiers are searched too.
     in_names: bool,
@@ -145,7 +145,11 @@ impl List {
                 _ if line.starts_with('#') => {}
                 "[prose]" | "[names]" => section = line,
                 _ => {
-                    ensure!(!section.is_empty(), "{} precedes a section", at());
+                    ensure!(
+                        !section.is_empty(),
+                        "{}: the word precedes the first section",
+                        at()
+                    );
                     let entry = Entry::parse(line, section == "[names]");
                     list.entries.push(entry.with_context(at)?);
                 }
@@ -225,7 +229,7 @@ impl Entry {
             in_names,
         };
         if entry.words.is_empty() || entry.instead.is_empty() {
-            bail!("no word, or no replacement");
+            bail!("the word or its replacement is missing");
         }
         Ok(entry)
     }
@@ -305,7 +309,7 @@ enum Kind {
     /// A run of line comments, a block comment, or a string literal.
     Prose,
     Name,
-    /// Nothing that is searched.
+    /// Text that is not searched.
     Code,
 }
 

@@ -65,8 +65,8 @@ fn each_end_of_a_test_has_its_verdict() {
         ("b-fails", "printf 'no newline'; exit 3"),
         ("c-is-skipped", "exit 77"),
         ("d-hangs", "echo 'it waits'; sleep 1000 & sleep 1000"),
-        // The second CPU is on a different node from its sibling: the kernel logs a real warning
-        // about this when it starts (topology_sane of arch/x86/kernel/smpboot.c).
+        // The second CPU is on a different node from its sibling, so the kernel logs a real warning
+        // when that CPU starts (topology_sane of arch/x86/kernel/smpboot.c).
         (
             "e-makes-the-kernel-warn",
             "cd /sys/devices/system/cpu/cpu1; echo 1 >online; echo 0 >online",
@@ -145,7 +145,7 @@ fn a_test_that_leaves_the_machine_changed_has_failed_and_the_next_has_another() 
 
 #[test]
 fn a_machine_that_says_nothing_has_hung() {
-    // QEMU does not start the first CPU.
+    // With `-S`, QEMU does not start the guest's first CPU.
     let Some(boot) = boot(&[("a", "exit 0")], |machine| {
         machine.qemu_arguments.push("-S".to_owned());
         machine.boot_limit = Duration::from_secs(3);

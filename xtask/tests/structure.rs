@@ -94,13 +94,17 @@ fn cargo(arguments: &[&str]) -> String {
         .current_dir(root())
         .output()
         .unwrap();
-    assert!(output.status.success(), "cargo {arguments:?}: {output:?}");
+    assert!(
+        output.status.success(),
+        "cargo {arguments:?} failed: {output:?}"
+    );
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The tests of a crate may use the same crates as the crate itself, and the crates for tests. The
-/// crates for tests may use any crate, except `dunlin-test-base`: unit tests use it, so it depends
-/// on no crate of the workspace, and no crate is built twice for a unit test.
+/// Checks which crates each crate depends on. The tests of a crate may use the same crates as the
+/// crate itself, and the crates for tests. The crates for tests may use any crate, except
+/// `dunlin-test-base`. Unit tests use `dunlin-test-base`, so it must not depend on a crate of the
+/// workspace. Otherwise cargo would build that crate twice.
 #[test]
 fn crates_depend_downwards_only() {
     let metadata = cargo(&["metadata", "--no-deps", "--locked", "--format-version", "1"]);
@@ -200,8 +204,8 @@ impl Sources {
         self.files.insert(path, source);
     }
 
-    /// The files that define what `path` names in the file `from`. Follows imports and re-exports.
-    /// Empty for a path that leads out of the crate.
+    /// Returns the files that define the item that `path` names in the file `from`, through imports
+    /// and re-exports. Returns none for a path that leads out of the crate.
     fn definitions(&self, from: &[String], path: &Named) -> BTreeSet<Vec<String>> {
         let mut found = BTreeSet::new();
         self.follow(from, path, &mut Vec::new(), &mut found);
@@ -239,8 +243,8 @@ impl Sources {
             rest = after;
         }
         let Some(name) = rest.first() else {
-            // This is a module as a whole: the paths through it count, and they are resolved
-            // further.
+            // The path ends at a module. Only `use module::*` is a use of the module's file. After
+            // `use module`, each path through the module is resolved separately.
             if path.whole {
                 found.insert(at);
             }
@@ -277,7 +281,7 @@ impl Sources {
         }
     }
 
-    /// The files that define a type of this name.
+    /// The files that define the type that `of` names in the file `from`.
     fn homes(&self, from: &[String], of: &Named) -> BTreeSet<Vec<String>> {
         let mut homes = self.definitions(from, of);
         if homes.is_empty() && of.segments.len() == 1 {
@@ -286,8 +290,8 @@ impl Sources {
         homes
     }
 
-    /// The files that define each method and associated function, by the file and the name of its
-    /// type.
+    /// Maps each method and associated function to the files that define it. A key is the file of
+    /// the type, the type's name and the method's name.
     fn methods(&self) -> BTreeMap<(Vec<String>, String, String), BTreeSet<Vec<String>>> {
         let mut methods = BTreeMap::<_, BTreeSet<_>>::new();
         for (file, source) in &self.files {
@@ -338,10 +342,10 @@ impl Sources {
     }
 }
 
-/// Files, each with the paths that name it.
+/// The files that a file uses, each with the paths by which the file names it.
 type Uses = BTreeMap<Vec<String>, BTreeSet<String>>;
 
-/// `#[cfg(test)]`, `#[cfg(any(test, …))]` and `#[cfg(all(test, …))]`.
+/// Whether the attributes include `#[cfg(test)]`, `#[cfg(any(test, …))]` or `#[cfg(all(test, …))]`.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
@@ -353,13 +357,13 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// A path in a file.
+/// A Rust path in a source file.
 #[derive(Clone)]
 struct Named {
     segments: Vec<String>,
-    /// The number of inline modules of the file around the current position.
+    /// The number of inline modules that enclose the path.
     inline: usize,
-    /// Whether everything in a module counts: `use module::*`.
+    /// Whether the path names everything in a module, as in `use module::*`.
     whole: bool,
 }
 
@@ -374,7 +378,8 @@ impl Named {
 #[derive(Default)]
 struct Source {
     defined: BTreeSet<String>,
-    /// Names that its imports and re-exports bind.
+    /// The names that the file's imports and re-exports bind, each with the paths that it refers
+    /// to.
     bound: BTreeMap<String, Vec<Named>>,
     globs: Vec<Named>,
     /// Every path in its code, and every import that is not a re-export.
@@ -449,7 +454,7 @@ impl Source {
         }
     }
 
-    /// The paths in the arguments of a macro or an attribute.
+    /// Adds the paths in the arguments of a macro or an attribute.
     fn tokens(&mut self, mut at: Cursor<'_>) {
         let mut path = Vec::new();
         let mut colons = 0;
@@ -583,7 +588,7 @@ impl<'ast> Visit<'ast> for Source {
         }
     }
 
-    // Visibilities name modules too: `pub(in crate::engine)`.
+    // Ignore visibilities, because the path in `pub(in crate::engine)` is not a use of the module.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 
@@ -596,13 +601,14 @@ fn names(path: &syn::Path) -> Vec<String> {
 fn circles(uses: &BTreeMap<Vec<String>, Uses>) -> Vec<Vec<&[String]>> {
     struct Search<'a> {
         uses: &'a BTreeMap<Vec<String>, Uses>,
-        /// Each file's number, in the order in which the search reaches them.
+        /// Each file's number, in the order in which the search reaches the files.
         number: BTreeMap<&'a [String], usize>,
         stack: Vec<&'a [String]>,
         found: Vec<Vec<&'a [String]>>,
     }
     impl<'a> Search<'a> {
-        /// The lowest number on the stack that `file` reaches.
+        /// Visits `file` and the files that it uses. Returns the lowest number on the stack that
+        /// can be reached from `file`.
         fn reach(&mut self, file: &'a [String]) -> usize {
             let own = self.number.len();
             self.number.insert(file, own);
@@ -646,27 +652,29 @@ fn is_one_module(circle: &[&[String]]) -> bool {
     circle.iter().all(|file| file == top || below(file))
 }
 
+/// Fails if files of a crate use each other in a cycle.
+///
 /// Every path counts: an import, a path in code, a path in the arguments of a macro or an
-/// attribute. It counts for the file that defines the item, even if another file re-exports it. A
-/// module and its submodules are no exception: a module that uses an item of a submodule, which
-/// uses an item of the module, forms a cycle.
+/// attribute. It counts as a use of the file that defines the item, even if another file re-exports
+/// the item. A module and its submodules are no exception: a module that uses an item of a
+/// submodule, which uses an item of the module, forms a cycle.
 ///
-/// Re-exports count in a second pass, where a cycle is allowed if it consists of a module and
-/// modules directly below it. The first pass has shown that the module uses none of their items, so
-/// it only re-exports them.
+/// Re-exports count in a second pass. In this pass a cycle is allowed if it consists of a module
+/// and modules directly below it. The first pass has shown that the module uses none of their
+/// items, so it only re-exports them.
 ///
-/// A call of a method on `self` counts for the file that defines the method, which need not be the
-/// file of the type.
+/// A call of a method on `self` counts as a use of the file that defines the method, which need not
+/// be the file of the type.
 ///
-/// This test does not see methods that are called on other values, because syn does not resolve
-/// types, and `macro_rules!` macros that are used without a path.
+/// This test detects neither methods that are called on other values, because syn does not resolve
+/// types, nor `macro_rules!` macros that are used without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
-    // An import by an absolute path counts.
+    // Check that an import by an absolute path counts.
     let lane = Sources::of("dunlin-lane").uses(false);
     let file = |path: &str| path.split("::").map(str::to_owned).collect::<Vec<_>>();
     assert!(lane[&file("internals::handshake::relay")].contains_key(&file("internals::policy")));
-    // A method that another file adds to the type counts.
+    // Check that a call of a method counts if another file adds the method to the type.
     let proto = Sources::of("dunlin-proto").uses(false);
     let (sending, trunk) = (file("stripe::trunk::sending"), file("stripe::trunk"));
     assert!(proto[&sending][&trunk].contains("Trunk::is_over"));
@@ -691,7 +699,7 @@ fn no_files_of_a_crate_import_each_other_in_a_circle() {
             }
         }
     }
-    assert!(report.is_empty(), "circles:\n{}", report.join("\n"));
+    assert!(report.is_empty(), "cycles:\n{}", report.join("\n"));
 }
 
 /// Every Rust file below a directory, tests included.
@@ -706,7 +714,7 @@ fn rust_files(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Every Rust file of the workspace, tests included, by its path in it.
+/// Every Rust file of the workspace, tests included, by its path in the workspace.
 fn all_files() -> BTreeMap<PathBuf, syn::File> {
     let mut files = Vec::new();
     for part in ["crates", "tests", "xtask", "fuzz"] {
@@ -772,8 +780,8 @@ fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     false
 }
 
-/// This includes test programs, examples and build scripts, which are separate crates and
-/// need no attribute.
+/// Searches test programs, examples and build scripts too. They are crates of their own and need no
+/// `forbid` attribute.
 #[test]
 fn unsafe_is_where_it_is_allowed() {
     let mut unused: BTreeSet<_> = WITH_UNSAFE.into_iter().collect();
@@ -782,10 +790,14 @@ fn unsafe_is_where_it_is_allowed() {
             continue;
         }
         let place = WITH_UNSAFE.iter().find(|place| path.starts_with(place));
-        let place = place.unwrap_or_else(|| panic!("{}: unsafe", path.display()));
+        let place =
+            place.unwrap_or_else(|| panic!("{}: unsafe is not allowed here", path.display()));
         unused.remove(place);
     }
-    assert!(unused.is_empty(), "without unsafe: {unused:?}");
+    assert!(
+        unused.is_empty(),
+        "in WITH_UNSAFE, but without unsafe: {unused:?}"
+    );
 }
 
 #[test]

@@ -28,21 +28,22 @@ impl HugePages {
         let guard = Self { before };
         let missing = match fs::write(RESERVED, (before + pages).to_string()) {
             Ok(()) if reserved() >= before + pages => return Some(guard),
-            Ok(()) => format!("this host has no {pages} to give"),
+            Ok(()) => format!("this host cannot reserve {pages} more"),
             Err(error) => format!("they cannot be reserved: {error}"),
         };
         assert!(
             std::env::var_os("CI").is_none_or(|ci| ci != "true"),
             "CI must have huge pages: {missing}"
         );
-        println!("huge pages left out: {missing}");
+        println!("skipped, no huge pages: {missing}");
         None
     }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Fails only if the host's administrator has changed the setting in the meantime.
+        // Ignore an error: either nothing was reserved, or the host's administrator has changed the
+        // permissions in the meantime.
         let _ = fs::write(RESERVED, self.before.to_string());
     }
 }

@@ -3,8 +3,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::need::or_skip;
 
-/// Waits for the other tests of this program that use KVM and returns a guard, or `None` without
-/// KVM. Only one test runs at a time: guests that compete for the CPUs cannot keep their rates.
+/// Waits until no other test of this program uses KVM, then returns a guard. Returns `None` without
+/// KVM. Tests with KVM run one at a time, because guests that compete for the CPUs cannot keep
+/// their rates.
 ///
 /// # Panics
 /// The machine has no KVM, and the environment has `CI=true`.

@@ -20,7 +20,7 @@ impl Maker {
     /// /proc is not mounted.
     #[must_use]
     pub fn this_process() -> Self {
-        Self::process(std::process::id()).expect("a process sees itself in /proc")
+        Self::process(std::process::id()).expect("this process is in /proc")
     }
 
     /// Returns the process `id`, or `None` if it does not exist.

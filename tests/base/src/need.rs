@@ -1,5 +1,5 @@
-//! Requirements of tests: if one is missing, the test fails in CI; elsewhere it reports that
-//! and is skipped.
+//! Requirements of tests. If one is missing, the test fails in CI. Elsewhere it reports what
+//! is missing and is skipped.
 
 use std::fmt::Display;
 use std::process::{Command, Stdio};

@@ -1,4 +1,5 @@
-/// Pseudo-random bytes: parts at different offsets, or of different seeds, differ.
+/// Pseudo-random bytes. The bytes at different offsets differ, and so do the bytes of different
+/// seeds.
 #[must_use]
 pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;

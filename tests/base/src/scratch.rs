@@ -12,7 +12,7 @@ use crate::maker::Maker;
 /// The file in a directory that names the child process to be killed when the directory is
 /// removed.
 const PROCESS: &str = "process";
-/// On most machines a tmpfs.
+/// A directory that is a tmpfs on most machines.
 const MEMORY: &str = "/dev/shm";
 
 /// An empty directory, removed on drop.
@@ -44,9 +44,9 @@ impl Scratch {
         Self::within(&std::env::temp_dir())
     }
 
-    /// Creates a directory in memory if there is a tmpfs, otherwise in the temporary directory. For
-    /// tests with processes that sync often: a killed process loses no written data, and a disk
-    /// would only make the tests slower.
+    /// Creates a directory in memory if there is a tmpfs, otherwise in the temporary directory. Use
+    /// it for tests with processes that sync often. Memory is enough, because a killed process
+    /// loses no written data; a disk would only make the tests slower.
     ///
     /// # Panics
     /// Neither directory is writable.
@@ -86,7 +86,7 @@ impl Scratch {
     /// # Errors
     /// The directory is not writable.
     pub fn record(&self, id: u32) -> io::Result<()> {
-        // The name of a directory ends with a number; that of a process does not.
+        // `Maker::of` parses only complete names, which end with a number.
         let name = Maker::process(id).map(|child| child.prefix() + "-0");
         fs::write(self.join(PROCESS), name.unwrap_or_default())
     }
@@ -160,7 +160,7 @@ mod tests {
         sweep(parent.path());
         assert!(!left.path().exists());
         assert!(held.path().exists());
-        // The sweep has killed the child: wait() returns.
+        // wait() returns because the sweep has killed the child.
         assert!(!child.wait().unwrap().success());
         assert!(living.try_wait().unwrap().is_none());
         living.kill().unwrap();

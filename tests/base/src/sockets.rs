@@ -92,8 +92,8 @@ pub fn accepted<L: Listener>(listener: &L) -> L::Stream {
     }
 }
 
-/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets
-/// EINTR from sockets with a timeout.
+/// Like [`Read::read`], but retries after EINTR. A socket with a timeout returns EINTR if its
+/// process was stopped and continued.
 pub trait ReadOnce {
     /// Reads once.
     ///
@@ -113,8 +113,8 @@ impl<R: Read> ReadOnce for R {
     }
 }
 
-/// A TCP port on 127.0.0.1 that refuses connections. No other program can get it while this value
-/// exists: it is the local port of a connection.
+/// A TCP port on 127.0.0.1 that refuses connections. No other program can listen on the port while
+/// this value exists, because the port is the local port of a connection.
 #[derive(Debug)]
 pub struct ClosedPort {
     port: u16,

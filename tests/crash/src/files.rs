@@ -21,32 +21,33 @@ impl Files {
         &self.0
     }
 
-    /// The journal of a side.
+    /// The journal of `side`, which is `source` or `destination`.
     #[must_use]
     pub fn journal(&self, side: &str) -> PathBuf {
         self.0.join(format!("journal-{side}"))
     }
 
-    /// The guest memory of a side.
+    /// The guest memory of `side`, which is `source` or `destination`.
     #[must_use]
     pub fn memory(&self, side: &str) -> PathBuf {
         self.0.join(format!("memory-{side}"))
     }
 
-    /// The highest count that the guest has reached on either side.
+    /// The file with the highest count that the guest has reached at the source or the destination.
     #[must_use]
     pub fn witness(&self) -> PathBuf {
         self.0.join("witness")
     }
 
-    /// The unix socket of the process that holds the VM; other processes send requests to it.
+    /// The unix socket of the process that contains the VM; other processes send requests to it.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.0.join("vm.sock")
     }
 
-    /// Takes a lock that only one side may hold at a time. The kernel releases it when the process
-    /// dies. If another process holds the lock, records that as a violation and returns `None`.
+    /// Takes the lock `what`, which only one process may hold at a time. The kernel releases it
+    /// when that process dies. If another process holds the lock, records that as a violation and
+    /// returns `None`.
     ///
     /// # Errors
     /// The file cannot be opened or locked.
@@ -58,7 +59,9 @@ impl Files {
         match file.try_lock() {
             Ok(()) => Ok(Some(file)),
             Err(TryLockError::WouldBlock) => {
-                self.note(&format!("{what}: taken by the {side} while another has it"))?;
+                self.note(&format!(
+                    "{what}: taken by the {side} while another process holds it"
+                ))?;
                 Ok(None)
             }
             Err(TryLockError::Error(error)) => Err(error),

@@ -1,11 +1,12 @@
 //! A guest that detects whether it runs twice, has lost a write or went back in
 //! time.
 //!
-//! The guest counts. Step `n` fills one of its hot pages with `n`, then writes `n` into its
-//! first word; the other pages never change. A witness file, which every process of a run
-//! maps, has the highest count reached on either side: a guest that starts must have the
-//! same count, and each of its pages must match it. While it runs it holds a lock that only
-//! one process can hold, and another such lock for its disk.
+//! The guest counts. Step `n` fills one of its hot pages with `n`, then writes `n` into the first
+//! word of its memory. The other pages never change. A witness file, which every process of a run
+//! maps, contains the highest count that the guest has reached in any process. A guest that starts
+//! must have the same count, and each of its pages must match the count. While a guest runs, its
+//! process holds two locks, one for running and one for the guest's disk. Only one process at a
+//! time can hold each lock.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -27,14 +28,15 @@ pub type Memory = GuestMemoryMmap<()>;
 const PAGE_BYTES: u64 = 4096;
 /// The number of pages of guest memory.
 const PAGES: u64 = 256;
-/// The number of hot pages. Page 0 holds the count; the others are written in turn.
+/// The number of hot pages. Page 0 contains the count; the guest's steps write the other hot pages
+/// in turn.
 const HOT_PAGES: u64 = 16;
 /// The time between two steps of the guest.
 const STEP: Duration = Duration::from_micros(300);
 
 const COUNT: GuestAddress = GuestAddress(0);
 
-/// A guest, in the process that holds it.
+/// A guest in this process.
 pub struct Guest {
     files: Files,
     side: &'static str,
@@ -53,12 +55,13 @@ struct State {
 struct Writer {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
-    /// Held as long as the guest runs.
+    /// The lock that the process holds as long as the guest runs.
     lock: Option<File>,
 }
 
 impl Guest {
-    /// Creates a paused guest with its memory in the file; a new file reads as zeros.
+    /// Creates a paused guest with its memory in the file of `side`. A new file reads as
+    /// zeros.
     ///
     /// # Errors
     /// A file cannot be created or mapped.
@@ -128,7 +131,7 @@ impl Guest {
     pub fn pause(&self) {
         if let Some(writer) = self.lock().writer.take() {
             writer.stop.store(true, Ordering::SeqCst);
-            // If the thread panicked, the message is on standard error.
+            // Ignore a panic: the thread has printed its message on standard error.
             let _ = writer.thread.join();
             drop(writer.lock);
         }
@@ -226,7 +229,8 @@ impl Guest {
     }
 
     fn note(&self, what: &str) -> io::Result<()> {
-        self.files.note(&format!("the {}: {what}", self.side))
+        self.files
+            .note(&format!("the guest at the {}: {what}", self.side))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -234,8 +238,8 @@ impl Guest {
     }
 }
 
-/// A log that reports all hot pages as written on every fetch, so that the next
-/// fetch reports every write.
+/// A dirty log that reports all hot pages as written on every fetch, so it never misses a
+/// write.
 pub struct HotPages;
 
 impl DirtyLog for HotPages {
@@ -253,7 +257,7 @@ impl DirtyLog for HotPages {
     }
 }
 
-/// The memory of one side, for its migration.
+/// The guest memory of `side`, mapped for the migration.
 ///
 /// # Errors
 /// The file cannot be mapped.

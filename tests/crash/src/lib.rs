@@ -7,8 +7,8 @@
 //!                        │ asks, maps                (has its VM in itself)
 //!                    party vm  (or the source has its VM in itself)
 //! ```
-//! `party` is one program that can take the role of each process. It prints each step
-//! before it takes it, and waits there if it was started with that step as its hold: the
+//! `party` is one program that can take the role of each process. It prints the name of each step
+//! before executing the step. Before the step that the test has chosen, the process then waits. The
 //! test acts on these lines and never on the clock. The VM itself shows which side runs it
 //! ([`guest`]), and detects if it runs twice or goes back in time.
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! The steps of a switchover at which a process can be held, in their order.
+//! The steps of a switchover at which a test can make a process wait, in order.
 
 /// At the source.
 pub const SOURCE: &[&str] = &[

@@ -1,6 +1,6 @@
-//! SIGKILL and SIGSTOP of the destination, of the source's migrating process
-//! and of both, at each step of the switchover. The table shows which side runs
-//! the VM at the end, or with which process it died. Two sides never run it.
+//! Sends SIGKILL or SIGSTOP to the destination, to the source's migrating process or to both, at
+//! each step of the switchover. The table shows which side runs the VM at the end, or with which
+//! process the VM died. The VM never runs on both sides.
 //!
 //! `DUNLIN_SOAK=1` runs every case several times.
 #![allow(clippy::unwrap_used)]
@@ -16,15 +16,16 @@ use std::time::Instant;
 use dunlin_crash_tests::step;
 use support::{Case, Credentials, Ending, Signal, Victim, run};
 
-/// The number of concurrent runs: a run mostly waits for limits to expire.
+/// The number of concurrent runs. It may exceed the number of CPUs, because a run mostly waits for
+/// limits to expire.
 const AT_A_TIME: usize = 6;
-/// The number of times that a run is tried: on a busy machine, a limit of the peer can expire
-/// before the step.
+/// How often a run is tried before it fails. On a busy machine, a limit of the peer can expire
+/// before the run reaches its step.
 const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];
 
-/// The number of the next run, for its addresses.
+/// The number of the next run, from which its addresses are derived.
 static NUMBERS: AtomicUsize = AtomicUsize::new(0);
 
 fn cases(victims: &[Victim], signal: Signal, at_once: bool) -> Vec<Case> {
@@ -65,7 +66,7 @@ fn play(title: &str, cases: &[Case]) {
                         let number = NUMBERS.fetch_add(1, Ordering::SeqCst);
                         tries += 1;
                         match run(&Case { number, ..*case }, &credentials) {
-                            Err(why) if tries < TRIES && why.contains("another way") => {
+                            Err(why) if tries < TRIES && why.contains("another path") => {
                                 again.fetch_add(1, Ordering::SeqCst);
                             }
                             result => break result,
@@ -84,7 +85,7 @@ fn play(title: &str, cases: &[Case]) {
     });
     tally(title, &endings.into_inner().unwrap());
     println!(
-        "{} runs in {:.1} s; {} began anew, since a limit passed before their step",
+        "{} runs in {:.1} s; {} were repeated because a limit expired before their step",
         cases.len(),
         began.elapsed().as_secs_f64(),
         again.into_inner()
@@ -158,8 +159,8 @@ fn i1_i2_any_process_killed_at_any_step_the_vm_runs_once_or_died_with_its_proces
 #[test]
 fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it() {
     let mut cases = cases(&[Victim::Source], Signal::Kill, true);
-    // Before *committing* is written, the restarted source finds no session in doubt, and no source
-    // contacts the destination.
+    // Leave out the step before *committing* is written. The restarted source then finds no session
+    // in doubt, so no source contacts the destination.
     cases.retain(|case| case.step != "committing-unwritten");
     play("SIGKILL of the source, restarted immediately", &cases);
 }

@@ -9,11 +9,11 @@
 //!          └─ budget       failures that may still occur
 //! ```
 //!
-//! [`step`] lists every possible next step: an action is executed, a message is
-//! read or processed, one side loses a lane while the other still reads it, a
-//! record fails with either content on disk, a process dies at any point and is
-//! restarted, an operator cancels or decides. [`property`] has the properties
-//! of every state, and the outcomes that must be reachable.
+//! [`step`] lists every possible next step: an action is executed, a message is read or
+//! processed, one side loses a lane while the other still reads it, the write of a
+//! record fails with the old or the new content on disk, a process dies at any point
+//! and is restarted, an operator cancels or decides. [`property`] has the properties of
+//! every state, and the outcomes that must be reachable.
 
 #![forbid(unsafe_code)]
 
@@ -29,18 +29,19 @@ pub use world::World;
 /// Limits on the failures in one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Budget {
-    /// Deaths of the source's process.
+    /// How often the source's process may die.
     pub source_crashes: u8,
-    /// Deaths of the destination's process.
+    /// How often the destination's process may die.
     pub destination_crashes: u8,
-    /// Failed records, pauses, loads, acquisitions and resumptions, and the loss of a
-    /// destination's journal with its disk.
+    /// How many records, pauses, loads, acquisitions and resumptions may fail. The loss
+    /// of the destination's journal with its disk counts as one of these failures.
     pub faults: u8,
-    /// Cancellations by an operator.
+    /// How often an operator may cancel.
     pub cancellations: u8,
-    /// Stray answers about another attempt.
+    /// How many stray answers about another attempt may arrive.
     pub strays: u8,
-    /// Control lanes: one for the attempt, and one per inquiry.
+    /// How many control lanes the source may open: one for the attempt, and one for each
+    /// inquiry.
     pub epochs: u8,
 }
 

@@ -31,7 +31,7 @@ pub fn always() -> Vec<Property<Switchover>> {
             let history = &world.history;
             let here = matches!(world.source.copy, Copy::Live | Copy::Paused);
             let there = world.destination.copy == Copy::Live;
-            // The only exception is that the process that had the VM has died.
+            // If the VM is on neither side, a process must have died with the VM in it.
             here || there || history.killed_here || history.killed_there
         }),
         Property::always(
@@ -75,7 +75,7 @@ fn in_doubt(world: &World) -> bool {
     }
 }
 
-/// The world after all further steps without failures: dead processes are
+/// Returns the state that the model reaches if nothing fails from now on. Dead processes are
 /// restarted, and the source keeps inquiring.
 fn without_failures(world: &World) -> World {
     let mut world = world.clone();
@@ -108,10 +108,10 @@ fn without_failures(world: &World) -> World {
     }
 }
 
-/// Whether the doubt is resolved: the VM runs somewhere, or the operator has
-/// been asked the right question. Also true if the destination's disk is lost,
-/// or if the source's own disk failed after it had kept the VM: then only the
-/// operator can decide.
+/// Whether the source's doubt is resolved: the source has the VM, has released it, or has received
+/// the report that the VM ran and died at the destination. Also true if only the operator can
+/// decide, because the destination's disk is lost or because the source's own disk failed after the
+/// source had kept the VM.
 fn resolved(world: &World) -> bool {
     match world.idle_source() {
         Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,
@@ -120,8 +120,8 @@ fn resolved(world: &World) -> bool {
     }
 }
 
-/// Whether the process continues, inquires or has notified the operator; or is dead, with a
-/// record that makes its successor do one of these.
+/// Whether the source's process continues, inquires or has notified the operator. If the
+/// process is dead, whether its record makes the next process do so.
 fn next_step_is_certain(world: &World) -> bool {
     match &world.source.process {
         Some(process) => !process.left.is_empty() || process.state != Source::Kept,

@@ -15,8 +15,8 @@ pub enum Outcome {
     Done,
     /// The action failed and changed nothing.
     Failed,
-    /// A record failed but is on disk: a sync that returns an error does not
-    /// show what was written.
+    /// The write of a record returned an error although the record is on disk. This is possible
+    /// because the error of a sync does not show what was written.
     FailedButWritten,
 }
 
@@ -39,7 +39,7 @@ pub enum Step {
     SourceCancels,
     /// Something fails at the source.
     SourceFails,
-    /// *aborted* arrives about another attempt.
+    /// An answer *aborted* about another attempt arrives.
     StrayAnswer,
     /// The operator decides, after checking both sides.
     Resolve(Resolution),
@@ -62,13 +62,13 @@ pub enum Step {
         /// The lane's index.
         lane: usize,
     },
-    /// The destination finds its newest lane lost, with everything in flight.
+    /// The destination finds that its newest lane is lost, with all messages in flight on it.
     DestinationLosesLane,
     /// An operator cancels at the destination.
     DestinationCancels,
     /// Something fails at the destination.
     DestinationFails,
-    /// The destination's process dies, and the VM in it.
+    /// The destination's process and the VM in it die.
     DestinationCrashes,
     /// The destination's process is restarted.
     DestinationRestarts,

@@ -19,7 +19,7 @@ pub struct World {
     pub budget: Budget,
     /// Whether the guest is to run at the destination or stay paused.
     pub run: bool,
-    /// History, only for the properties.
+    /// Past events, which only the properties use.
     pub history: History,
 }
 
@@ -30,7 +30,7 @@ pub enum Copy {
     Absent,
     /// Complete and paused.
     Paused,
-    /// The VM is on this side: it runs, or its owner has paused it.
+    /// The VM is on this side. It runs, or its owner has paused it.
     Live,
     /// Destroyed, or dropped.
     Gone,
@@ -43,22 +43,22 @@ pub struct SourceSide {
     pub process: Option<Process<Source, SourceAction>>,
     /// The record on disk.
     pub journal: SourceRecord,
-    /// The newest epoch, which is on disk too.
+    /// The epoch of the newest control lane. It is on disk too.
     pub epoch: u8,
     /// The VM, which may be in the process or elsewhere.
     pub copy: Copy,
-    /// Whether disks and devices are held here.
+    /// Whether this side has acquired the disks and devices.
     pub devices: bool,
 }
 
 /// The destination's side.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSide {
-    /// The receiving process, which holds the VM; `None` if it is dead.
+    /// The receiving process, which contains the VM; `None` if it is dead.
     pub process: Option<Process<Destination, DestinationAction>>,
     /// The record on disk.
     pub journal: Option<DestinationRecord>,
-    /// The newest epoch that this process has seen.
+    /// The newest epoch of a control lane that this process has seen.
     pub epoch: u8,
     /// The VM.
     pub copy: Copy,
@@ -66,10 +66,10 @@ pub struct DestinationSide {
     pub devices: bool,
 }
 
-/// A process: its machine and pending actions.
+/// A process: its state machine and its pending actions.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Process<S, A> {
-    /// The machine of `dunlin_proto::switchover`.
+    /// The state machine of `dunlin_proto::switchover`.
     pub state: S,
     /// Pending actions, in order.
     pub left: Vec<A>,
@@ -78,7 +78,7 @@ pub struct Process<S, A> {
 /// Messages from the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FromSource {
-    /// *final*, including everything before it.
+    /// *final*, together with all messages that precede it.
     Final,
     /// *commit*.
     Commit,
@@ -86,7 +86,7 @@ pub enum FromSource {
     Release,
     /// *cancel*.
     Cancel,
-    /// *inquire*, the first on its lane.
+    /// *inquire*, the first message on its lane.
     Inquire,
 }
 
@@ -103,9 +103,8 @@ pub enum FromDestination {
     Answer(Verdict),
 }
 
-/// A control lane. It preserves order. When one side ends it, any tail of the
-/// messages in flight may be lost, and the other side can still read what has
-/// arrived.
+/// A control lane, which preserves the order of messages. When one side ends it, the newest
+/// messages in flight may be lost, and the other side can still read what has arrived.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Lane {
     /// Sent by the source, not yet read.
@@ -120,7 +119,7 @@ pub struct Lane {
     pub heard: bool,
 }
 
-/// History, only for the properties.
+/// Past events, which only the properties use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct History {
     /// *accept* was sent.
@@ -139,9 +138,9 @@ pub struct History {
     pub wiped: bool,
     /// The destination removed its record.
     pub forgotten: bool,
-    /// A record that the source only notes did not reach its disk.
+    /// A [`SourceAction::Note`] failed, so its record did not reach the disk.
     pub unnoted: bool,
-    /// A report was sent that the sender's journal did not hold.
+    /// A side sent a report that was not in its journal.
     pub reported_unrecorded: bool,
     /// A wrong report was sent.
     pub reported_wrong: bool,
@@ -154,8 +153,8 @@ pub struct History {
 }
 
 impl World {
-    /// The initial state: the VM runs at the source; the destination has built
-    /// its own and is about to accept.
+    /// The initial state: the VM runs at the source, and the destination has built its copy and is
+    /// about to accept the migration.
     #[must_use]
     pub fn new(budget: Budget, run: bool) -> Self {
         let (state, actions) = Destination::begin();
@@ -211,7 +210,7 @@ impl<S: std::marker::Copy, A> Process<S, A> {
 }
 
 impl Lane {
-    /// The destination ends the lane: nothing more is read from it.
+    /// The destination ends the lane and reads nothing more from it.
     pub fn close(&mut self) {
         self.open = false;
         self.under_way.clear();

@@ -1,5 +1,5 @@
-//! Each planted mistake breaks the property that it endangers. Prints the
-//! shortest path.
+//! Plants each mistake of the switchover, and checks that the model then violates the property that
+//! the mistake endangers. Prints the shortest path to the violation.
 
 #![allow(clippy::unwrap_used)]
 
@@ -56,7 +56,7 @@ fn i1_i2_each_planted_mistake_is_found() {
     let mut missed = Vec::new();
     for (mistake, property) in MISTAKES {
         let _planted = plant(Some(mistake));
-        // Use one thread: with more threads the path found might not be the shortest.
+        // Use one thread, because with more threads the path found might not be the shortest.
         let checker = model()
             .checker()
             .threads(1)
@@ -74,5 +74,8 @@ fn i1_i2_each_planted_mistake_is_found() {
             checker.unique_state_count()
         );
     }
-    assert!(missed.is_empty(), "not found: {missed:?}");
+    assert!(
+        missed.is_empty(),
+        "mistakes that were not found: {missed:?}"
+    );
 }

@@ -1,5 +1,5 @@
-//! The switchover under every order of events within a budget. Prints the
-//! number of states; `DUNLIN_SOAK=1` allows more failures.
+//! Checks the switchover under every order of events within a budget of failures. Prints the number
+//! of states; `DUNLIN_SOAK=1` allows more failures.
 
 use std::time::Instant;
 

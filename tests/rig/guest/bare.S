@@ -29,7 +29,7 @@
     # The parameters; the host writes them into the image before the start.
     .set FIRST, 16                  # address of page 0
     .set PAGES, 24                  # the number of pages
-    .set HOT, 32                    # the number of these that are written to
+    .set HOT, 32                    # the number of pages that are written to
     .set STRIDE, 40                 # the distance between written pages, modulo HOT
     .set CONTENT, 48                # 0 zero, 1 random, 2 mixed, 3 text
     .set RATE, 56                   # visits per second; 0 for no limit
@@ -39,13 +39,13 @@
     .set BATCH, 64                  # visits between two reads of the clock, without a limit
 
     .set CPUID_HYPERVISOR, 0x40000000
-    .set CPUID_FREQUENCY, 0x40000010 # the clock's in kHz, from hypervisors that state it
+    .set CPUID_FREQUENCY, 0x40000010 # the clock's frequency in kHz, from hypervisors that report it
 
     .set PIT_COUNTER, 0x40
     .set PIT_MODE, 0x43
     .set PIT_ONE_SHOT, 0x30         # counter 0, both bytes, mode 0
     .set PIT_STATUS, 0xe2           # read back the status of counter 0; bit 7 is its output
-    .set PIT_TWENTIETH, 59659       # of a second, at 1 193 182 Hz
+    .set PIT_TWENTIETH, 59659       # a twentieth of a second, in ticks of 1 193 182 Hz
 
     .set SERIAL, 0x3f8
     .set SERIAL_STATUS, 0x3fd
@@ -462,13 +462,13 @@ descriptors_register:
     .long   descriptors
 
     .balign 8
-ticks:          .quad 0             # of the clock per second
-twentieth:      .quad 0             # of a second, in ticks
+ticks:          .quad 0             # ticks of the clock per second
+twentieth:      .quad 0             # a twentieth of a second, in ticks
 period:         .quad 0             # ticks from one visit to the next
 next_beat:      .quad 0
 next_visit:     .quad 0
 cursor:         .quad 0             # the next hot page
-cold_cursor:    .quad 0             # the next other page, from HOT
+cold_cursor:    .quad 0             # the next of the other pages, which begin at HOT
 left:           .quad 0             # remaining visits of this pass
 passes:         .quad 0             # completed passes over the hot pages
 visited:        .quad 0

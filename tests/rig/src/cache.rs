@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 /// The cache's directory, which may not exist yet.
 ///
-/// Cargo marks the target directory with a CACHEDIR.TAG; the running program is inside it. For a
-/// program that was copied elsewhere, the directory is CARGO_TARGET_DIR, or `target` in the
-/// workspace.
+/// The cache is in the target directory that contains the running program. Cargo marks that
+/// directory with a CACHEDIR.TAG. If the program was copied elsewhere, the target directory is
+/// CARGO_TARGET_DIR, or `target` in the workspace.
 #[must_use]
 pub fn directory() -> PathBuf {
     let marked = env::current_exe().ok().and_then(|program| {
@@ -25,8 +25,8 @@ pub fn directory() -> PathBuf {
     target.join("rig")
 }
 
-/// A lock on a part of the cache, shared by all processes. Dropping it or killing its owner
-/// releases it.
+/// An exclusive lock on a part of the cache, which all processes respect. The lock is released when
+/// this value is dropped or its process is killed.
 #[derive(Debug)]
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 

@@ -1,4 +1,4 @@
-//! Test infrastructure that a machine does not provide as such.
+//! Test infrastructure: hosts, links, hypervisors and guests on one machine.
 //!
 //! - [`debian`]: kernels, QEMU and other programs from Debian, cached; the machine's own packages
 //!   stay unchanged.

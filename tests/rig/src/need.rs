@@ -1,5 +1,5 @@
-//! Requirements of tests: if one is missing, the test fails in CI; elsewhere it reports that
-//! and is skipped.
+//! Requirements of tests. If one is missing, the test fails in CI. Elsewhere it reports what is
+//! missing and is skipped.
 
 use std::fs::File;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -36,7 +36,7 @@ pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
     }
 }
 
-/// QEMU.
+/// Debian's QEMU, or `None` if it cannot be fetched.
 #[must_use]
 pub fn qemu() -> Option<Qemu> {
     fetched(debian::qemu())
@@ -54,7 +54,8 @@ pub fn bare_guest(workload: Workload) -> Option<Setup> {
     Some(Setup::new(&qemu, Guest::Bare, workload, accelerator))
 }
 
-/// Waits for the other tests of this program that use the whole machine, and returns a guard.
+/// Waits until no other test of this program uses the whole machine, and returns a guard. Other
+/// tests wait here until the guard is dropped.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)

@@ -11,9 +11,12 @@ fn kernels_come_with_modules_and_configuration() {
         let kernel = debian::kernel(&which).unwrap();
         println!("{which:?}: {}", kernel.version);
         let image = fs::read(&kernel.image).unwrap();
-        assert_eq!(&image[0x202..0x206], b"HdrS", "no boot image");
+        assert_eq!(&image[0x202..0x206], b"HdrS", "not a boot image");
         let config = fs::read_to_string(&kernel.config).unwrap();
-        assert!(config.contains("CONFIG_TLS=m"), "no kernel TLS");
+        assert!(
+            config.contains("CONFIG_TLS=m"),
+            "the kernel has no kernel TLS"
+        );
         let module = match which {
             Which::Former => "tls.ko",
             _ => "tls.ko.xz",

@@ -27,7 +27,7 @@ fn pair(options: &LinkOptions) -> Option<(Host, Host, Link)> {
     Some((near, far, link))
 }
 
-/// A connection between two hosts: the near end and the far end.
+/// Connects `near` to `far`. Returns the near end and the far end of the connection.
 fn connect(near: &Host, far: &Host, address: IpAddr) -> (TcpStream, TcpStream) {
     let listener = far
         .run(|| TcpListener::bind((address, PORT)))
@@ -82,7 +82,10 @@ fn transfer(mut from: TcpStream, mut to: TcpStream, bytes: usize) -> Duration {
         drop(from);
         reader.join().unwrap()
     });
-    assert!(received == content, "the bytes are not the same");
+    assert!(
+        received == content,
+        "the received bytes differ from the sent bytes"
+    );
     start.elapsed()
 }
 
@@ -134,7 +137,7 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
         );
         let (stream, accepted) = connect(&near, &far, address);
         let time = transfer(stream, accepted, 32 << 20);
-        println!("32 MiB over it: {time:?}");
+        println!("32 MiB over this line: {time:?}");
     }
 }
 
@@ -238,7 +241,11 @@ fn a_capture_holds_what_was_sent() {
     let found = packets
         .windows(24)
         .any(|bytes| bytes == b"who flies with the flock");
-    assert!(found, "not in {} bytes of packets", packets.len());
+    assert!(
+        found,
+        "text not found in {} bytes of packets",
+        packets.len()
+    );
 }
 
 #[test]
@@ -280,10 +287,13 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     let process = Path::new("/proc").join(process);
 
     hosts::sweep();
-    assert!(namespace_file(namespace).exists(), "its maker lives");
+    assert!(
+        namespace_file(namespace).exists(),
+        "removed although its maker lives"
+    );
     maker.kill().unwrap();
     maker.wait().unwrap();
-    assert!(namespace_file(namespace).exists(), "still there");
+    assert!(namespace_file(namespace).exists(), "removed before a sweep");
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
@@ -293,7 +303,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     while gone() && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
     }
-    assert!(!gone(), "what ran there runs on");
+    assert!(!gone(), "the process on the removed host still runs");
 }
 
 /// The test above runs this test as a separate process.

@@ -1,5 +1,5 @@
-//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives. This
-//! is the reference for tests with a program in between.
+//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives. This is the
+//! reference for tests in which Dunlin carries the migration.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -78,7 +78,7 @@ fn move_and_check(pair: &Pair, setup: &Setup, migration: &Migration) -> Migrated
     assert_eq!(
         destination.check_pages().unwrap(),
         setup.workload.pages,
-        "not all pages were looked at"
+        "not all pages were checked"
     );
     let after = destination.next_beat().unwrap();
     assert!(
@@ -137,7 +137,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     let Some(setup) = bare() else { return };
     let _turn = need::turn();
     let pair = Pair::new(&LinkOptions {
-        // At this rate, the pages that the guest fills take ten seconds.
+        // At this rate, sending the pages that the guest has filled takes ten seconds.
         rate_bits: Some(100_000_000),
         delay: Some(Duration::from_millis(10)),
         ..LinkOptions::default()
@@ -200,7 +200,7 @@ fn a_changed_byte_is_found_by_us_and_by_the_guest() {
     destination.resume().unwrap();
     match destination.check_pages() {
         Err(MachineError::Wrong { page: found, .. }) => assert_eq!(found, page),
-        other => panic!("the guest has not seen page {page}: {other:?}"),
+        other => panic!("the guest has not detected the change of page {page}: {other:?}"),
     }
 }
 
@@ -211,7 +211,7 @@ fn change_a_byte(listener: &TcpListener, host: &Host, to: SocketAddr) {
     let mut back = (to.try_clone().unwrap(), from.try_clone().unwrap());
     thread::scope(|scope| {
         scope.spawn(move || {
-            // Copy the return path, which may be reset at the end.
+            // Copy the opposite direction. It may be reset at the end, which is not an error.
             let _ = std::io::copy(&mut back.0, &mut back.1);
         });
         let mut buffer = vec![0; 1 << 16];
@@ -257,7 +257,7 @@ fn a_plain_migration_moves_linux() {
 #[test]
 fn in_the_soak_everything_moves_over_a_long_line() {
     if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
-        println!("skipped: for the soak");
+        println!("skipped: runs only in the soak");
         return;
     }
     let Some(setup) = bare() else { return };

@@ -102,8 +102,9 @@ fn multifd_goes_through_a_stripe() {
     assert_eq!(opened(&pair), 5);
 }
 
-/// With its own TLS, QEMU treats the first accepted connection as the main one and cannot inspect
-/// any of them: they must arrive in the order in which they were opened.
+/// With its own TLS, QEMU treats the first accepted connection as the main one, because it cannot
+/// inspect encrypted connections. The connections must therefore arrive in the order in which they
+/// were opened.
 #[test]
 fn multifd_with_tls_of_its_own_keeps_its_order() {
     let Some(setup) = guest() else { return };
@@ -117,7 +118,7 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
     assert_eq!(opened(&pair), 5);
 }
 
-/// Data on one of the lanes arrives later than data sent after it on the others, including the
+/// Data on one of the lanes arrives later than data sent after it on the other lanes, including the
 /// first bytes of a connection.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
@@ -165,7 +166,7 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
-/// Waits until the first data lane carries more memory.
+/// Waits until the first data lane has carried another 512 KiB.
 fn carries(pair: &Pair) {
     let relay = pair.relay.as_ref().unwrap();
     let before = relay.forwarded(1).unwrap_or(0);
@@ -228,7 +229,7 @@ fn a_relay_speaks_with_qemus_own_tls() {
         crypto: Crypto::auto(),
     };
     let any = || TcpListener::bind("127.0.0.1:0").unwrap();
-    // A free port, which the destination opens next.
+    // Choose a free port, on which the destination then listens.
     let qemu = any().local_addr().unwrap();
     let scratch = Scratch::new();
     let entrance = Entrance {

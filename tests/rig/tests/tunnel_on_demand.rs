@@ -1,4 +1,4 @@
-//! QEMU migrates through a listener opened for this migration only, as migration tools do.
+//! QEMU migrates through a listener that is opened only for this migration, as migration tools do.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -23,9 +23,10 @@ const WORKLOAD: Workload = Workload {
 };
 
 /// With QEMU's own TLS, QEMU treats the first accepted connection as the main one, so the listener
-/// preserves the order. Afterwards the listener leaves nothing behind, and it has counted every
-/// connection as ended normally. QEMU's destination closes the memory connections once it has all
-/// pages, without waiting for the close_notify of the source's TLS, which is then never read.
+/// must preserve the order. Afterwards the listener leaves nothing behind, and it has counted every
+/// connection as ended normally. QEMU's destination leaves bytes unread, because it closes the
+/// memory connections once it has all pages, without waiting for the close_notify of the source's
+/// TLS.
 #[test]
 fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let Some(setup) = need::bare_guest(WORKLOAD) else {

@@ -15,9 +15,9 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// I1 to I5; *liveness*; *accused* if an honest peer was accused; *machine* if a state
-    /// machine did not accept an event; *panic*; *sim* for an error of the simulator
-    /// itself.
+    /// The violated invariant: I1 to I5, or *liveness*. Otherwise *accused* if an honest peer was
+    /// accused, *machine* if a state machine did not accept an event, *panic*, or *sim* for an
+    /// error of the simulator itself.
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
@@ -46,15 +46,15 @@ impl fmt::Display for Violation {
     }
 }
 
-/// State of the checks.
+/// What the checks record between steps.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     /// The last attempt in which the VM was run at the destination.
     pub(crate) ran: Option<u32>,
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
-    /// For each page: the iteration in which the page was last put into a chunk, counted
-    /// within the attempt, and how often the dirty log had been read by then.
+    /// For each page: the iteration of the attempt in which the page was last put into a chunk, and
+    /// how often the dirty log had been read by then.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 
@@ -69,7 +69,7 @@ impl World<'_> {
         });
     }
 
-    /// Invariants between any two steps.
+    /// Checks the invariants that hold between any two steps.
     pub(crate) fn check_step(&mut self) {
         let here = self.source.guest.as_ref();
         let runs_here = here.is_some_and(|guest| guest.running);
@@ -88,7 +88,7 @@ impl World<'_> {
             && recorded != Some((session.attempt, DestinationRecord::Running))
         {
             let text =
-                format!("it runs at the destination, but the journal there says {recorded:?}");
+                format!("the VM runs at the destination, but the journal there says {recorded:?}");
             self.violate("I2", text);
             return;
         }
@@ -110,7 +110,8 @@ impl World<'_> {
                     )
                 );
                 if !resolvable {
-                    let text = format!("it is paused, but the source's journal says {record:?}");
+                    let text =
+                        format!("the guest is paused, but the source's journal says {record:?}");
                     self.violate("I2", text);
                 }
             }
@@ -123,11 +124,11 @@ impl World<'_> {
         record == Some(SourceRecord::GivenUp)
     }
 
-    /// A lane has received a chunk.
+    /// Checks pages that have been put into a chunk of a lane.
     ///
-    /// A page may be assigned to chunks twice in an iteration if a lost lane's pages are
-    /// resent, but the dirty log must not be read in between: no mark would order the two
-    /// versions of the page, and its dirty bit would be cleared.
+    /// A page may be assigned to chunks twice in an iteration if a lost lane's pages are resent,
+    /// but the dirty log must not be read in between. That reading would clear the page's dirty
+    /// bit, and no mark would order the two versions of the page.
     pub(crate) fn check_cut(&mut self, iteration: u32, readings: u32, pages: &[u32]) {
         for &page in pages {
             let cut = (iteration, readings);
@@ -143,14 +144,14 @@ impl World<'_> {
         }
     }
 
-    /// A lane's thread is about to write a page.
+    /// Checks a write of a page, just before a lane's thread executes it.
     ///
-    /// If the dirty log was read between the cuts of two chunks with the same page, the
-    /// later chunk must be written later: that reading cleared the page's bit, and nothing
-    /// else would send the newer version. Without a reading in between, any order is
-    /// allowed, even with the older version last: pages written in between are still in the
-    /// log. So lanes may be slow to read, and a lost lane's pages may be resent in an
-    /// iteration that has sent some of them already.
+    /// Two chunks may contain the same page. If the dirty log was read after the first chunk was
+    /// built and before the second one was, the second chunk must be written last: that reading
+    /// cleared the page's dirty bit, so nothing else would send the newer version. Without a
+    /// reading in between, any order is allowed, because a page that the guest has written in
+    /// between is still in the log. Lanes may therefore be slow to read pages, and a lost lane's
+    /// pages may be resent in an iteration that has sent some of them already.
     pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {
         let Some(session) = &self.destination.session else {
             return;
@@ -167,7 +168,7 @@ impl World<'_> {
         } else if there > readings {
             let text = format!(
                 "lane {lane} writes page {page} as of reading {readings} of the dirty log over \
-                 that of reading {there}"
+                 the page as of reading {there}"
             );
             self.violate("I4", text);
         } else if matches!(
@@ -185,7 +186,7 @@ impl World<'_> {
         }
     }
 
-    /// A chunk has arrived at a closed end.
+    /// Counts a chunk that has arrived on a lane after the destination closed its end.
     pub(crate) fn late_chunk(&mut self, lane: u16) {
         let session = self.destination.session.as_ref();
         if session.is_some_and(|session| session.fenced.contains(&lane)) {
@@ -193,7 +194,7 @@ impl World<'_> {
         }
     }
 
-    /// *ready* is about to be sent.
+    /// Called just before *ready* is sent.
     pub(crate) fn check_ready(&mut self) {
         let Some(session) = &self.destination.session else {
             return;
@@ -210,7 +211,7 @@ impl World<'_> {
         }
     }
 
-    /// The destination is about to report the outcome of the attempt.
+    /// Called just before the destination reports the outcome of the attempt.
     pub(crate) fn check_tell(&mut self, verdict: Verdict) {
         let recorded = self.destination.journal.durable;
         let Some(session) = &self.destination.session else {
@@ -224,34 +225,38 @@ impl World<'_> {
         let lives = session.copy.as_ref().is_some_and(|copy| copy.lives);
         let forgotten = session.machine == Destination::Released;
         if recorded != Some((session.attempt, wanted)) && !forgotten {
-            let text = format!("it reports {verdict:?}, but its journal says {recorded:?}");
+            let text =
+                format!("the destination reports {verdict:?}, but its journal says {recorded:?}");
             self.violate("I2", text);
         } else if verdict == Verdict::Aborted && self.destination.holds {
-            let text = "it reports *aborted* and still holds disks".into();
+            let text = "the destination reports *aborted* and still holds disks".into();
             self.violate("I1", text);
         } else if verdict == Verdict::Running && !lives {
-            self.violate("I2", "it reports *running* for a dead VM".into());
+            self.violate(
+                "I2",
+                "the destination reports *running* for a dead VM".into(),
+            );
         }
     }
 
-    /// The guest is about to be resumed at the source.
+    /// Called just before the guest is resumed at the source.
     pub(crate) fn check_resume(&mut self) {
         let attempt = self.source.attempt.as_ref();
         let number = attempt.map(|attempt| attempt.number);
         let record = self.source.journal.durable.map(|(_, record)| record);
         if self.destination.holds {
-            let text = "it is resumed while the destination holds its disks".into();
+            let text = "the guest is resumed while the destination holds its disks".into();
             self.violate("I1", text);
         } else if number.is_some()
             && self.marks.ran == number
             && record != Some(SourceRecord::RunHere)
         {
-            let text = "it goes back to the pause without an operator's decision".into();
+            let text = "the guest goes back to the pause without an operator's decision".into();
             self.violate("I1", text);
         }
     }
 
-    /// The source is about to destroy its copy.
+    /// Called just before the source destroys its copy.
     pub(crate) fn check_destroy(&mut self) {
         let Some(attempt) = &self.source.attempt else {
             return;
@@ -261,7 +266,7 @@ impl World<'_> {
         let lives = session.is_some_and(|session| {
             session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
         });
-        // If the VM has died since then, the report was true when it was sent.
+        // If the VM has died since then, the report was still true when it was sent.
         let died = self.destination.died == Some(number);
         if machine == Source::Released && !lives && !died && !self.given_up() {
             let text = "the copy at the source is destroyed, and no other copy lives".into();
@@ -269,12 +274,13 @@ impl World<'_> {
         }
     }
 
-    /// The source is about to tell the destination to forget the session.
+    /// Called just before the source asks the destination to forget the session.
     pub(crate) fn check_release(&mut self) {
         let record = self.source.journal.durable.map(|(_, record)| record);
         if record != Some(SourceRecord::Released) {
-            let text =
-                format!("the destination may forget, but the source's journal says {record:?}");
+            let text = format!(
+                "the destination may forget the session, but the source's journal says {record:?}"
+            );
             self.violate("I2", text);
         }
     }
@@ -290,11 +296,15 @@ impl World<'_> {
         let died = self.destination.died.is_some();
         if self.source.guest.is_some() {
             if self.ends.last() != Some(&End::TakenBack) {
-                self.violate("liveness", "no event is left".into());
+                self.violate(
+                    "liveness",
+                    "no event is left, and the VM is still at the source".into(),
+                );
             }
         } else if let Some(running) = lives {
             if running == self.plan.paused {
-                let text = "a guest that was paused does not arrive paused".into();
+                let text =
+                    "the guest does not arrive as its owner left it: paused or running".into();
                 self.violate("I2", text);
             }
             self.ends.push(if self.marks.doubted {

@@ -32,15 +32,15 @@ pub(crate) struct DestinationHost {
     /// Packets that the readers of control lanes have read and the main thread
     /// has not processed.
     inboxes: BTreeMap<usize, VecDeque<Packet>>,
-    /// Connections with an offer and no further message yet.
+    /// Control lanes on which an offer has arrived and no further message.
     pending: BTreeMap<usize, (u32, u32)>,
     /// Data lanes to be admitted: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,
     sessions: u32,
-    /// Whether disks and devices may be held.
+    /// Whether the destination's process may have acquired disks and devices.
     pub(crate) holds: bool,
     pub(crate) cancelled: bool,
-    /// A connection with a stalled reader, and until when it is stalled.
+    /// The connection of a stalled reader, and the time until which the reader is stalled.
     pub(crate) stalled_reader: Option<(usize, u64)>,
     /// The attempt in which the VM ran at the destination and then died with its process.
     pub(crate) died: Option<u32>,
@@ -70,10 +70,11 @@ impl Default for DestinationHost {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) pages: Vec<u32>,
-    /// For each page: how often the dirty log had been read when the page's chunk was cut.
+    /// For each page: how often the dirty log had been read when the chunk with the page's present
+    /// content was built.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
-    /// Whether the destination has the VM: *running* was recorded.
+    /// Whether the destination has the VM. This is true once *running* is recorded.
     pub(crate) lives: bool,
 }
 
@@ -96,11 +97,11 @@ pub(crate) struct Session {
     pub(crate) opened: BTreeSet<u16>,
     /// Control lanes, the newest last.
     pub(crate) controls: Vec<usize>,
-    /// The newest one's epoch.
+    /// The epoch of the newest control lane.
     epoch: u32,
     asked_on: Option<usize>,
     draining: Option<VecDeque<Packet>>,
-    /// Packets read from old control lanes, to be drained.
+    /// Packets that were read from old control lanes and are still to be processed.
     drained_later: VecDeque<Packet>,
     lost_until_ns: Option<u64>,
     reports_ns: Option<u64>,
@@ -188,7 +189,7 @@ impl World<'_> {
         self.destination_goes_on();
     }
 
-    /// Continues an operation in progress; false if there is none.
+    /// Continues the session's operation in progress. Returns false if there is none.
     fn session_goes_on(&mut self) -> bool {
         let now_ns = self.now_ns;
         let Some(session) = &mut self.destination.session else {
@@ -218,8 +219,7 @@ impl World<'_> {
         true
     }
 
-    /// Processes one of the packets that have arrived, in random order across
-    /// connections.
+    /// Processes one of the inputs that have arrived, chosen at random.
     fn take_input(&mut self) {
         let host = &mut self.destination;
         if host.cancelled {
@@ -271,7 +271,7 @@ impl World<'_> {
         }
     }
 
-    /// Connections with packets that their readers have handed over.
+    /// Connections with packets that their readers have passed to the main thread.
     fn handed_over(&self) -> Vec<usize> {
         let host = &self.destination;
         let stalled = |connection: usize| {
@@ -322,7 +322,7 @@ impl World<'_> {
         self.destination_wakes(after_ns);
     }
 
-    /// Passes an event to the machine.
+    /// Passes an event to the session's state machine.
     fn destination_feeds(&mut self, event: DestinationEvent) {
         let session = self.session();
         let before = session.machine;
@@ -370,7 +370,7 @@ impl World<'_> {
         host.inboxes.clear();
         host.pending.clear();
         host.arrivals.clear();
-        // The kernel closes its connections.
+        // The kernel releases the disks and devices of a dead process.
         host.holds = false;
         host.cancelled = false;
         if let Some(session) = host.session.take()

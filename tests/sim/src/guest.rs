@@ -11,7 +11,7 @@ pub(crate) struct Guest {
     /// How often the dirty log was read.
     pub(crate) readings: u32,
     pub(crate) running: bool,
-    /// Whether its owner had paused it.
+    /// Whether the guest's owner had paused it.
     pub(crate) paused_by_owner: bool,
     random: Random,
 }
@@ -19,7 +19,7 @@ pub(crate) struct Guest {
 impl Guest {
     pub(crate) fn new(seed: u64, pages: u32, paused_by_owner: bool) -> Self {
         let mut random = Random::new(seed, 1);
-        // Some pages have never been written, as in a new copy.
+        // Leave some pages at version 0, as if they had never been written.
         let pages: Vec<u32> = (0..pages).map(|_| u32::from(!random.chance(20))).collect();
         Self {
             readings: 0,

@@ -1,4 +1,4 @@
-//! A journal: the record on disk, and the one being written.
+//! A journal: the record on disk, and the record that is being written.
 
 use crate::random::Random;
 
@@ -38,7 +38,7 @@ impl<T: Copy> Journal<T> {
         !failed
     }
 
-    /// The writer died.
+    /// The process that writes the record dies.
     pub(crate) fn crash(&mut self, random: &mut Random) {
         let written = self.writing.take();
         if written.is_some() && random.chance(50) {

@@ -1,10 +1,11 @@
-//! A seeded simulator of a migration over the real decisions of `dunlin-proto`.
+//! A simulator of a migration. The decisions are those of the real `dunlin-proto`, and a seed
+//! determines the run.
 //!
-//! It simulates two hosts, a network between them and a running guest, in virtual time and
-//! on one thread. Decisions come from `dunlin-proto`; the engine's own work is implemented
-//! here a second time, as simply as possible. One `u64` seed determines a whole run:
-//! [`Plan::new`] draws sizes, rates and faults from it, [`run`] executes the plan and
-//! asserts the invariants at every step, and [`shrink`] minimises a failing plan.
+//! It simulates two hosts, a network between them and a running guest, in virtual time and on one
+//! thread. `dunlin-proto` makes the decisions; the engine's own work is implemented here a second
+//! time, as simply as possible. One `u64` seed determines a whole run: [`Plan::new`] draws sizes,
+//! rates and faults from it, [`run`] executes the plan and asserts the invariants at every step,
+//! and [`shrink`] minimises a failing plan.
 //!
 //! README.md explains how to read, replay and extend it.
 #![forbid(unsafe_code)]
@@ -33,8 +34,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use world::World;
 
-/// Real pages that one simulated page represents in bandwidth and downtime calculations:
-/// 512 KiB, so that a small array takes as long to migrate as a real guest.
+/// The number of real pages that one simulated page represents in calculations of bandwidth and
+/// downtime. Together they have 512 KiB, so a small array takes as long to migrate as a real guest.
 pub const PAGES_EACH: u64 = 128;
 
 /// Runs a plan to its end.

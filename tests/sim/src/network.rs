@@ -32,7 +32,7 @@ pub(crate) enum Packet {
         attempt: u32,
         epoch: u32,
     },
-    /// The destination accepts it.
+    /// The destination accepts the offer.
     Select,
     /// Describes the VM: from now on the connection belongs to an attempt.
     Describe,
@@ -46,7 +46,7 @@ pub(crate) enum Packet {
     Chunk {
         number: u64,
         iteration: u32,
-        /// The number of times that the dirty log had been read when the chunk was cut.
+        /// How often the dirty log had been read when the chunk was built.
         readings: u32,
         pages: Vec<(u32, u32)>,
     },
@@ -80,16 +80,16 @@ pub(crate) struct Connection {
     /// Packets in flight to each end.
     to: [Pipe; 2],
     cut: bool,
-    /// The connection's delay as a multiple of the smallest delay.
+    /// The factor by which the connection multiplies the network's delay.
     slowness: u64,
     random: Random,
 }
 
 /// A time that is never reached.
 const NEVER: u64 = u64::MAX;
-/// After this time, an end that sends nothing detects that the connection is dead.
+/// The time after which an end detects that the other end is dead.
 const LIVENESS_NS: u64 = 1500 * MS;
-/// Frames that fit into a lane's buffers.
+/// The number of frames that fit into the buffers of a lane.
 const WINDOW: usize = 6;
 
 impl Connection {
@@ -129,7 +129,8 @@ impl World<'_> {
             cut: false,
             slowness: match kind {
                 Kind::Control => 1,
-                // Lanes overtake each other.
+                // Lanes have different delays, so data on one lane can arrive before older data on
+                // another lane.
                 Kind::Lane(_) => slowness,
             },
             random,
@@ -166,8 +167,8 @@ impl World<'_> {
         self.at(at_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Closes one end. Packets that it has sent may still arrive; if the connection is
-    /// torn, the last of them may not.
+    /// Closes one end. Packets that this end has sent may still arrive; if `torn` is set, the last
+    /// of them may be lost.
     pub(crate) fn close(&mut self, id: usize, side: Side, torn: bool) {
         let connection = &mut self.connections[id];
         if !std::mem::take(&mut connection.open[side as usize]) || connection.cut {
@@ -207,7 +208,7 @@ impl World<'_> {
         self.connections[id].cut = true;
     }
 
-    /// Delays all packets to `to`, in flight and new.
+    /// Delays all packets to `to`, both those in flight and those that are sent later.
     pub(crate) fn hold(&mut self, id: usize, to: Side, until_ns: u64) {
         let pipe = self.connections[id].pipe(to);
         pipe.held_until_ns = until_ns;
@@ -255,7 +256,7 @@ impl World<'_> {
         }
     }
 
-    /// Something may have arrived.
+    /// A packet may have arrived at the end `to`.
     pub(crate) fn arrive(&mut self, id: usize, to: Side) {
         loop {
             let connection = &mut self.connections[id];

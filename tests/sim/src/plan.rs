@@ -14,30 +14,30 @@ pub const MS: u64 = 1_000_000;
 pub struct Plan {
     /// Seed of all random choices outside the plan.
     pub seed: u64,
-    /// Pages of the guest. Each represents [`crate::PAGES_EACH`] real pages, so
-    /// that pre-copy takes a realistic time.
+    /// The number of the guest's pages. Each represents [`crate::PAGES_EACH`] real pages, so that
+    /// pre-copy takes a realistic time.
     pub pages: u32,
-    /// Data lanes that the source requests.
+    /// The number of data lanes that the source requests.
     pub lanes: u16,
-    /// Time between two bursts of guest writes.
+    /// The time between two bursts of guest writes.
     pub write_every_ns: u64,
-    /// Pages written in a burst.
+    /// The number of pages written in a burst.
     pub burst: u32,
-    /// Smallest and largest network delay.
+    /// The smallest and the largest network delay.
     pub latency_ns: (u64, u64),
-    /// Frames after which a lane must be replaced.
+    /// The number of frames after which a lane must be replaced; `None` for no limit.
     pub record_limit: Option<u64>,
     /// Whether the rate cap sometimes delays lanes.
     pub paced: bool,
     /// Whether the guest survives the death of the process that migrates it.
     pub elsewhere: bool,
-    /// Whether its owner has paused the guest.
+    /// Whether the guest's owner has paused it.
     pub paused: bool,
-    /// What happens at the time limit.
+    /// What happens at the time limit of pre-copy.
     pub at_time_limit: AtTimeLimit,
-    /// How long pre-copy may take.
+    /// The time limit of pre-copy.
     pub time_limit_ns: u64,
-    /// The number of the first attempt: earlier ones were aborted.
+    /// The number of the first attempt. Earlier attempts were aborted.
     pub first_attempt: u32,
     /// Whether the operator takes the VM back after it ran and died at the
     /// destination.
@@ -57,20 +57,20 @@ pub struct Fault {
     pub moment: Moment,
     /// Delay after that moment.
     pub after_ns: u64,
-    /// Duration, if the fault lasts; time until the restart, for a crash.
+    /// How long the fault lasts. For a crash, the time until the process is restarted.
     pub for_ns: u64,
 }
 
-/// A moment that triggers faults: the first of its kind in a run.
+/// A moment that triggers faults. Only its first occurrence in a run counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Moment {
     /// The first attempt starts.
     Begun,
-    /// The guest's memory starts to move.
+    /// The source starts to send the guest's memory.
     Copying,
     /// A control lane is lost during pre-copy.
     Lost,
-    /// A new control lane has replaced it.
+    /// A new control lane has replaced the lost one.
     Resumed,
     /// The source gives up a lane.
     Fencing,
@@ -94,7 +94,7 @@ pub enum Moment {
     Doubt,
     /// The source has destroyed its copy.
     Destroyed,
-    /// The second attempt starts to move memory.
+    /// The source starts to send memory in the second attempt.
     Again,
 }
 
@@ -231,7 +231,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
         faults.push(fault(random, kind, moment, within_ns, for_ms));
     };
     match random.below(25) {
-        // The control lane breaks around *commit*.
+        // The control lane breaks shortly before or after *commit*.
         0 | 1 | 16 | 22 => {
             let kind = random.pick(&[
                 Kind::ControlCut,
@@ -255,7 +255,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
             let moment = random.pick(&[Moment::Ready, Moment::Commit]);
             add(random, kind, moment, 4 * MS, (1300, 4500));
         }
-        // The destination dies around its decision.
+        // The destination dies shortly before or after its decision.
         2 | 3 | 17 | 19 | 23 => {
             let moment = random.pick(&[Moment::Decided, Moment::Decided, Moment::Taken]);
             add(random, Kind::DestinationCrash, moment, 6 * MS, (50, 3000));
@@ -274,7 +274,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
             };
             add(random, Kind::SourceCrash, moment, 30 * MS, (50, 3000));
         }
-        // The destination dies later.
+        // The destination dies after the source has destroyed its copy.
         5 | 24 => add(
             random,
             Kind::DestinationCrash,

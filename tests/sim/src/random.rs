@@ -26,17 +26,17 @@ impl Random {
         mix(self.0)
     }
 
-    /// 0 to `end - 1`; 0 if `end` is 0.
+    /// A number from 0 to `end - 1`; 0 if `end` is 0.
     pub fn below(&mut self, end: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
     }
 
-    /// `first` to `last`, both included.
+    /// A number from `first` to `last`, inclusive.
     pub fn between(&mut self, first: u64, last: u64) -> u64 {
         first + self.below(last - first + 1)
     }
 
-    /// True in `percent` of a hundred.
+    /// Returns true with a probability of `percent` per cent.
     pub fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }

@@ -4,14 +4,14 @@ use crate::check::Violation;
 use crate::plan::{MS, Plan};
 use crate::run;
 
-/// Limit on the runs of one shrinking.
+/// The maximum number of runs for the minimisation of one plan.
 const TRIES: usize = 2000;
-/// The number of other random streams that are tried with one fault less: removing a fault
-/// changes all later random events.
+/// The number of other seeds with which a plan is tried after one of its faults was removed. The
+/// removal changes all later random events, so the violation may occur only with another seed.
 const COURSES: u64 = 16;
 
-/// The smallest plan found that violates the same invariant as the given one:
-/// fewer faults, then fewer pages and lanes, and a shorter run.
+/// The smallest plan found that violates the same invariant as the given plan. The search removes
+/// faults first, then reduces pages and lanes, and shortens the run.
 #[must_use]
 pub fn shrink(plan: &Plan, violation: &Violation) -> (Plan, Violation) {
     let mut best = (plan.clone(), violation.clone());
@@ -31,7 +31,8 @@ pub fn shrink(plan: &Plan, violation: &Violation) -> (Plan, Violation) {
     }
 }
 
-/// Plans with one element less, the largest reduction first.
+/// Smaller plans, with fewer faults, pages or lanes or with an option removed. Larger reductions
+/// come first.
 fn candidates(plan: &Plan) -> Vec<Plan> {
     let mut all = Vec::new();
     let mut add = |change: &dyn Fn(&mut Plan)| {

@@ -37,7 +37,7 @@ const READY_LIMIT_NS: u64 = 20_000 * MS;
 /// The source's host.
 #[derive(Debug)]
 pub(crate) struct SourceHost {
-    /// The source's copy; `None` once it is destroyed or dead.
+    /// The source's copy of the VM; `None` once it is destroyed or dead.
     pub(crate) guest: Option<Guest>,
     pub(crate) killed: bool,
     pub(crate) journal: Journal<(u32, SourceRecord)>,
@@ -49,8 +49,8 @@ pub(crate) struct SourceHost {
     pub(crate) paused: Option<(u32, Vec<u32>)>,
     /// The epoch of the newest control lane.
     epoch: u32,
-    /// Fault-free attempts that were refused because traces of the last one
-    /// remained.
+    /// The number of attempts without faults that the destination refused because it still had
+    /// state of the previous attempt.
     turned_away: u32,
 }
 
@@ -76,10 +76,10 @@ pub(crate) struct Attempt {
     asked: u32,
     pub(crate) cancelled: bool,
     end: End,
-    /// Whether no fault has been injected since it started.
+    /// Whether no fault can affect this attempt, so that it must succeed.
     clean: bool,
     refused: bool,
-    /// The lanes are given up.
+    /// Whether the lanes have been given up, so that the attempt must fail.
     gives_up: bool,
 }
 
@@ -303,7 +303,7 @@ impl World<'_> {
         self.source_wakes(after_ns);
     }
 
-    /// Passes an event to the machine.
+    /// Passes an event to the attempt's state machine.
     fn source_feeds(&mut self, event: SourceEvent) {
         let attempt = self.attempt();
         let before = attempt.machine;
@@ -325,7 +325,8 @@ impl World<'_> {
         self.source_feeds(SourceEvent::Cancelled);
     }
 
-    /// Whether lanes are in use: from *accept* until *commit* or the end.
+    /// Whether lanes are in use. This is true from *accept* until *commit* or the end of the
+    /// attempt.
     fn copies(&self) -> bool {
         self.source.attempt.as_ref().is_some_and(|attempt| {
             attempt.passes.pass_ns.is_some()
@@ -357,7 +358,7 @@ impl World<'_> {
 
     fn mark_everything(&mut self) {
         let count = u64::from(self.plan.pages);
-        // The first iteration covers all earlier writes.
+        // Discard the dirty log, because the first iteration covers all earlier writes.
         if let Some(guest) = &mut self.source.guest {
             guest.fetch();
         }
@@ -393,7 +394,8 @@ impl World<'_> {
             if end == End::GivenUp {
                 self.ends.push(end);
             }
-            // The check at the end of the run tests whether the VM is at the destination.
+            // The check at the end of the run tests whether the VM is at the destination. It then
+            // records the outcome, for which it needs this mark.
             self.marks.doubted = end == End::MovedAfterDoubt;
             self.settle();
             return;
@@ -445,7 +447,7 @@ impl World<'_> {
             return;
         }
         let Some((number, record)) = self.source.journal.durable else {
-            // The attempt had not started.
+            // The journal has no record, so the attempt had not started.
             self.ends.push(End::TakenOver);
             self.at(self.now_ns + MS, Event::Begin);
             return;
@@ -464,7 +466,7 @@ impl World<'_> {
         self.source_wakes(0);
     }
 
-    /// A packet on a control lane for this side has been read.
+    /// A reader at the source has read a packet on a control lane.
     pub(crate) fn source_reads(&mut self, connection: usize, packet: Packet) {
         // The reader processes acknowledgements itself, so that lanes continue
         // while the main thread is busy.

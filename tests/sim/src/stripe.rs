@@ -1,9 +1,8 @@
-//! A second simulator, over `dunlin_proto::stripe`: two tunnels, the sockets of
-//! their users, and lanes that are lost.
+//! A second simulator, for the state machines of `dunlin_proto::stripe`. It simulates two tunnels,
+//! the sockets of their users, and lanes that are lost.
 //!
-//! Every piece of data carries its true origin, independent of the protocol's
-//! headers. So the socket to which it is written detects missing, duplicate and
-//! reordered bytes.
+//! Every piece of data carries its true origin, independent of the protocol's headers. The socket
+//! to which a piece is written therefore detects missing, duplicate and reordered bytes.
 
 mod channel;
 mod check;

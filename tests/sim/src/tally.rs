@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Defines an enum with one row for each kind, with its name in the tally.
+/// Defines an enum of kinds, each with its name in the tally.
 macro_rules! kinds {
     ($(#[$doc:meta])* $name:ident { $( $(#[$row:meta])* $variant:ident = $text:literal; )* }) => {
         $(#[$doc])*
@@ -52,10 +52,10 @@ kinds! {
         SourceStalled = "source stalled";
         /// The destination's main thread stops; its readers continue.
         DestinationStalled = "destination stalled";
-        /// A control lane's reader at the destination has read a packet and
-        /// cannot hand it over.
+        /// A control lane's reader at the destination has read a packet and cannot pass it to the
+        /// main thread.
         ReaderStalled = "reader stalled";
-        /// Everything takes longer.
+        /// All packets take longer.
         Delay = "delay";
         /// The source's process dies.
         SourceCrash = "source crash";
@@ -65,19 +65,19 @@ kinds! {
         SourceCancelled = "source cancelled";
         /// The operator cancels at the destination.
         DestinationCancelled = "destination cancelled";
-        /// The source's journal cannot be written once.
+        /// One write to the source's journal fails.
         SourceJournalFails = "source journal fails";
-        /// The destination's journal cannot be written once.
+        /// One write to the destination's journal fails.
         DestinationJournalFails = "destination journal fails";
         /// The destination cannot load, acquire or resume.
         VmmFails = "VMM fails";
-        /// An inquiry is answered about an earlier attempt.
+        /// An inquiry receives an answer about an earlier attempt.
         InquiryMisrouted = "inquiry misrouted";
     }
 }
 
 kinds! {
-    /// Outcomes of an attempt. The outcome of the last one is that of the run.
+    /// Outcomes of an attempt. The outcome of the last attempt is the outcome of the run.
     End {
         /// The VM lives at the destination.
         Moved = "moved";
@@ -87,7 +87,7 @@ kinds! {
         Cancelled = "cancelled";
         /// Something failed; the VM is at the source.
         Failed = "failed";
-        /// The guest wrote faster than the link; the VM is at the source.
+        /// The guest wrote faster than its pages could be sent; the VM is at the source.
         OutOfTime = "out of time";
         /// The source's process died before *commit*, and a new process took over.
         TakenOver = "taken over";
@@ -120,7 +120,7 @@ kinds! {
         LaneRefused = "lane refused";
         /// A *commit* was found on the old control lane after an inquiry.
         CommitDrained = "commit found by draining";
-        /// A delayed or dropped lane delivered data after its fence.
+        /// Data of a lane arrived after the lane's fence.
         HeldBeyondFence = "held beyond the fence";
         /// A cancellation came too late.
         TooLate = "cancelled too late";
@@ -134,15 +134,15 @@ kinds! {
 /// Counts of runs.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    /// Runs.
+    /// The number of runs.
     pub runs: u64,
-    /// Steps of all runs.
+    /// The number of steps of all runs.
     pub steps: u64,
-    /// Virtual time of all runs.
+    /// The virtual time of all runs, in nanoseconds.
     pub virtual_ns: u128,
     /// For each fault: the number of runs in which it was injected.
     pub faults: BTreeMap<FaultKind, u64>,
-    /// For each outcome of an attempt: the number of runs with it.
+    /// For each outcome of an attempt: the number of runs in which it occurred.
     pub ends: BTreeMap<End, u64>,
     /// For each situation: the number of runs in which it occurred.
     pub passages: BTreeMap<Passage, u64>,

@@ -12,20 +12,20 @@ use crate::random::Random;
 use crate::source::SourceHost;
 use crate::tally::{End, FaultKind, Passage, Tally};
 
-/// An event that is due at a time.
+/// An event that is scheduled for a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
     /// A packet has arrived at an end of a connection.
     Arrive { connection: usize, to: Side },
-    /// A dead connection is noticed.
+    /// An end detects that its connection is dead.
     Dead { connection: usize },
     /// The guest writes.
     Write,
-    /// A process's main thread is due.
+    /// A step of a process's main thread.
     Main { side: Side, life: u32 },
-    /// A lane's thread at the source.
+    /// A step of a lane's thread at the source.
     SourceLane { life: u32, lane: u16 },
-    /// A lane's thread at the destination.
+    /// A step of a lane's thread at the destination.
     DestinationLane { session: u32, lane: u16 },
     /// The plan's fault of this index is injected.
     Fault(usize),
@@ -76,28 +76,28 @@ pub(crate) struct World<'a> {
     pub(crate) no_lanes_until_ns: u64,
     /// The time until which each side's main thread is stopped.
     pub(crate) stalled_until_ns: [u64; 2],
-    /// When the last fault had ended.
+    /// When the last fault ended.
     pub(crate) disturbed_until_ns: u64,
     pub(crate) random: Random,
     pub(crate) source: SourceHost,
     pub(crate) destination: DestinationHost,
-    /// State of the checks.
+    /// The state of the invariants' checks.
     pub(crate) marks: Marks,
     pub(crate) failure: Option<Violation>,
     pub(crate) seen: BTreeSet<Moment>,
     pub(crate) armed: BTreeSet<FaultKind>,
-    /// No further faults are injected.
+    /// Whether no further faults are injected.
     pub(crate) quiet: bool,
     pub(crate) struck: BTreeSet<FaultKind>,
     pub(crate) ends: Vec<End>,
     pub(crate) passages: BTreeSet<Passage>,
-    /// When the run ends, once its outcome is clear.
+    /// When the run ends; `None` until its outcome is clear.
     pub(crate) over_ns: Option<u64>,
 }
 
-/// Packets in flight may arrive this long after the end.
+/// How long the run continues after its outcome is clear, so that packets in flight can arrive.
 const GRACE_NS: u64 = 8000 * MS;
-/// Far more than the longest run needs.
+/// A time limit far above the virtual time of the longest run.
 const LONGEST_NS: u64 = 300_000 * MS;
 const STEPS_MAX: u64 = 400_000;
 
@@ -196,13 +196,13 @@ impl<'a> World<'a> {
         }));
     }
 
-    /// After a short random time.
+    /// Schedules an event after a short random time.
     pub(crate) fn soon(&mut self, event: Event) {
         let at_ns = self.now_ns + self.random.below(MS);
         self.at(at_ns, event);
     }
 
-    /// Duration of a journal write.
+    /// The duration of a journal write.
     pub(crate) fn sync_ns(&mut self) -> u64 {
         let longest_ms = if self.plan.slow_disk { 60 } else { 6 };
         self.random.between(1, longest_ms) * MS
@@ -232,7 +232,7 @@ impl<'a> World<'a> {
         self.passages.insert(passage);
     }
 
-    /// The source has determined the outcome for the VM.
+    /// The source has determined where the VM is, so the run ends soon.
     pub(crate) fn settle(&mut self) {
         let over_ns = self.now_ns + GRACE_NS;
         self.over_ns.get_or_insert(over_ns);

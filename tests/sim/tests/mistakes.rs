@@ -1,5 +1,5 @@
-//! Each planted mistake is found. A mistake is planted for the whole process, so these
-//! tests have their own process.
+//! Plants each mistake, and checks that the simulator finds it. A mistake affects the whole
+//! process, so these tests run in their own process.
 
 #![allow(clippy::unwrap_used)]
 

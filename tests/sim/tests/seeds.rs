@@ -1,4 +1,4 @@
-//! Many seeds, and the replay of one.
+//! Simulates migrations with many seeds, and replays one of them.
 
 #![allow(clippy::unwrap_used)]
 
@@ -59,7 +59,7 @@ fn no_mistake_is_planted_unless_a_test_does() {
     assert!(!Mistake::ALL.iter().any(|mistake| planted(*mistake)));
 }
 
-/// Release builds must not contain the switch.
+/// The command `dunlin` must be built without the planted mistakes, which only tests may contain.
 #[test]
 fn the_command_is_built_without_mistakes() {
     let tree = Command::new(env!("CARGO"))

@@ -32,7 +32,7 @@ fn i8_every_byte_once_and_in_order_or_the_channel_fails_on_both_sides() {
     let tally = play(seeds, |seed| run(&Plan::new(seed)), Tally::add)
         .unwrap_or_else(|(seed, violation)| panic!("{}", explain(seed, &violation)));
     println!("{tally:?} in {:.1} s", began.elapsed().as_secs_f64());
-    // Most runs have some faults, and every fault occurs in some runs.
+    // Check that enough channels end well and that enough faults have an effect.
     assert!(tally.closed > seeds && tally.aborted > seeds / 2);
     assert!(tally.again > seeds / 2 && tally.resumed > seeds / 4);
 }

@@ -1,7 +1,8 @@
-//! Cloud Hypervisor as a peer of `cargo xtask bench whole`: the binary that `CLOUD_HYPERVISOR` names.
+//! Migrations of Cloud Hypervisor in `cargo xtask bench whole`, with the binary that `CLOUD_HYPERVISOR`
+//! names.
 //!
-//! It is controlled over HTTP on a unix socket, as its own `ch-remote` does it. Its events and its
-//! guest's serial line arrive on standard error and standard output.
+//! This module controls the program over HTTP on a unix socket, as its own tool `ch-remote` does. The
+//! program's events and its guest's serial line arrive on standard error and standard output.
 
 use std::env;
 use std::ffi::OsString;
@@ -110,7 +111,7 @@ impl Drop for Process {
     }
 }
 
-/// A request on a new connection, which waits for the socket of a process that has just started.
+/// Sends a request on a new connection. Waits for the socket if the process has just started.
 fn request(api: &Path, action: &str, body: &Value) -> Result<()> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = loop {
@@ -147,7 +148,7 @@ fn request(api: &Path, action: &str, body: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Whether a process has ended; its CPU times can be read until it is reaped.
+/// Whether a process has ended and is not reaped yet, so that its CPU times can still be read.
 fn has_ended(id: u32) -> Result<bool> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat"))?;
     Ok(stat
@@ -155,7 +156,7 @@ fn has_ended(id: u32) -> Result<bool> {
         .is_some_and(|(_, fields)| fields.trim_start().starts_with('Z')))
 }
 
-/// Starts a guest and moves it once. `content` is a file with the memory of a guest that writes
+/// Starts a guest and migrates it once. `content` is a file with the memory of a guest that writes
 /// no pages.
 pub(super) fn migrate(
     workload: &Workload,
@@ -204,8 +205,8 @@ pub(super) fn migrate(
         let received = scope.spawn(move || request(api, "vm.receive-migration", &body));
         destination.wait_event("migration-receive-ready")?;
         let begin = Instant::now();
-        // With some versions of glibc, Cloud Hypervisor's seccomp filter kills the process when it
-        // looks up a name.
+        // Use an address instead of a name. With some versions of glibc, Cloud Hypervisor's seccomp
+        // filter kills the process when it looks up a name.
         let url = format!("tcp:127.0.0.1:{port}");
         let body = with_tls(json!({ "destination_url": url, "connections": connections }));
         request(&source.api, "vm.send-migration", &body)?;
@@ -215,7 +216,8 @@ pub(super) fn migrate(
             matches!(received.join(), Ok(Ok(()))),
             "the destination reports a failure"
         );
-        // The source's process ends, and its CPU times remain available until it is reaped.
+        // Wait until the source's process has ended. Its CPU times remain available until it is
+        // reaped.
         let deadline = Instant::now() + TIMEOUT;
         while !has_ended(source.child.id())? {
             ensure!(

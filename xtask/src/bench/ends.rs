@@ -19,7 +19,7 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 /// The transport under measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Variant {
-    /// No tunnel: the sender's socket is connected to the reader's.
+    /// No tunnel. The sender's socket is connected directly to the reader's socket.
     Bare,
     /// Two processes that move bytes and seal and open them once, without a handshake or anything
     /// else ([`super::records`]).
@@ -80,8 +80,8 @@ impl FromStr for Variant {
             ("relay", _) => Ok(Self::Relay),
             (_, Some(Ok(lanes @ 1..=128))) => Ok(Self::Stripe(lanes)),
             _ => Err(format!(
-                "there is no variant {text:?}: bare, floor, pipeline, stunnel, openssh, go-proxy, \
-                 relay, stripe-N"
+                "unknown variant {text:?} (bare, floor, pipeline, stunnel, openssh, go-proxy, \
+                 relay, stripe-N)"
             )),
         }
     }
@@ -235,7 +235,7 @@ impl Site {
                 Ok(stream) => return Ok(stream.patient()?),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if Instant::now() > until {
-                        bail!("nothing comes out at the far side");
+                        bail!("no connection arrives at the far hypervisor");
                     }
                     thread::sleep(Duration::from_millis(1));
                 }

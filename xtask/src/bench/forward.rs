@@ -1,6 +1,6 @@
 //! A minimal tunnel end: it moves bytes between two hypervisors through user space. Without
-//! encryption it is the upper bound for every such program. With [`super::records`] on the side of
-//! the other tunnel end, it is the floor of every tunnel.
+//! encryption, its rate is the upper bound for every tunnel. If it also encrypts the connection to
+//! the other end ([`super::records`]), its costs are the floor for every tunnel.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,7 @@ use super::records::{self, PIECE_BYTES};
 /// Addresses of the forwarder.
 #[derive(Args, Debug)]
 pub struct ForwardOptions {
-    /// The side on which the bytes are in sealed records; `None` for neither side.
+    /// The side on which the bytes are in sealed records; by default neither side.
     #[arg(long)]
     sealed: Option<Side>,
     /// LISTEN and TARGET of each route, each of them unix:PATH or tcp:ADDRESS:PORT.
@@ -93,7 +93,7 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
         routes.push((bound?, target));
     }
     if options.sealed.is_some() {
-        // Choose the provider now: the choice takes time that must not count for the first
+        // Choose the provider now, because the choice takes time that must not count for the first
         // connection.
         records::provider();
     }
@@ -104,7 +104,7 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
                 loop {
                     match listener.accept() {
                         Ok(near) => carry(near, target, options.sealed),
-                        Err(error) => eprintln!("a connection could not be accepted: {error}"),
+                        Err(error) => eprintln!("cannot accept a connection: {error}"),
                     }
                 }
             });

@@ -57,14 +57,16 @@ pub(super) fn bulk(
         }
         threads
             .into_iter()
-            .try_for_each(|one| one.join().unwrap_or_else(|_| bail!("a thread failed")))
+            .try_for_each(|one| one.join().unwrap_or_else(|_| bail!("a thread panicked")))
     })?;
     let seconds = begin.elapsed().as_secs_f64();
     let cpu_s = pair.cpu_s()? - cpu_s;
     for (near, far) in channels {
         drop(far);
         // The channel stays open until the end of stream has arrived.
-        (&near).read_to_end(&mut Vec::new()).context("the end")?;
+        (&near)
+            .read_to_end(&mut Vec::new())
+            .context("cannot read the end of the stream")?;
     }
     let gib = (each * streams as u64) as f64 / f64::from(1 << 30);
     Ok(Moved {
@@ -89,7 +91,7 @@ fn receive(mut stream: &Stream, bytes: u64) -> Result<()> {
     loop {
         match stream.read(&mut buffer)? {
             0 if came == bytes => return Ok(()),
-            0 => bail!("{came} of {bytes} bytes came through"),
+            0 => bail!("only {came} of {bytes} bytes arrived"),
             count => came += count as u64,
         }
     }
@@ -104,7 +106,7 @@ pub(super) fn trips(
     count: usize,
 ) -> Result<Vec<Duration>> {
     let mut channels = open(site, pair, ends, 1)?;
-    let (near, far) = channels.pop().context("one was asked for")?;
+    let (near, far) = channels.pop().context("no channel was opened")?;
     thread::scope(|scope| {
         let echo = scope.spawn(|| -> Result<()> {
             let mut message = vec![0; bytes];
@@ -122,7 +124,8 @@ pub(super) fn trips(
             (&near).read_exact(&mut message)?;
             times.push(begin.elapsed());
         }
-        echo.join().unwrap_or_else(|_| bail!("the echo failed"))?;
+        echo.join()
+            .unwrap_or_else(|_| bail!("the echo thread panicked"))?;
         Ok(times)
     })
 }
@@ -136,7 +139,7 @@ pub(super) struct Stalled {
 impl Stalled {
     pub(super) fn new(site: &Site, pair: &Pair, ends: Ends) -> Result<Self> {
         let mut channels = open(site, pair, ends, 1)?;
-        let (near, far) = channels.pop().context("one was asked for")?;
+        let (near, far) = channels.pop().context("no channel was opened")?;
         near.set_write_timeout(Some(FULL))?;
         let content = random(PART_BYTES);
         while (&near).write(&content).is_ok() {}

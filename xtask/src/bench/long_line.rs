@@ -1,6 +1,6 @@
 //! `cargo xtask bench long-line`: migrations over a line with a long round trip.
 //!
-//! Source and destination are two network namespaces. A thread holds the packets between them for
+//! Source and destination are two network namespaces. A thread delays the packets between them by
 //! half of the round trip, so TCP sees a line with a long round trip. The guest is idle, and each
 //! lane is paced by the kernel, so the line's capacity is the same at every round trip. The
 //! benchmark measures the rate of the first pass, and of the whole migration.
@@ -51,8 +51,8 @@ pub struct LongLineOptions {
     output: Output,
 }
 
-/// The largest packet. The kernel also passes larger ones to the line, and splits them at the other
-/// side.
+/// The MTU of the line. A TCP packet on the line can be larger, because the kernel need not segment
+/// it.
 const MTU_BYTES: u32 = 9000;
 /// The time between two readings of the kernel's figures.
 const BETWEEN_READINGS: Duration = Duration::from_millis(100);
@@ -135,14 +135,14 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
     measured
 }
 
-/// The program and the certificates.
+/// What all migrations share: the program and the certificates.
 struct Bench<'a> {
     options: &'a LongLineOptions,
     dunlin: std::path::PathBuf,
     scratch: Scratch,
 }
 
-/// One migration.
+/// The measurements of one migration.
 struct Measured {
     /// The rate of the first pass.
     gib_per_s: f64,
@@ -270,7 +270,10 @@ impl Process {
             .stdout(Stdio::piped())
             .spawn()
             .context("cannot start dunlin")?;
-        let output = child.stdout.take().context("the process has no pipe")?;
+        let output = child
+            .stdout
+            .take()
+            .context("the process has no stdout pipe")?;
         let output = BufReader::new(output);
         Ok(Self { child, output })
     }
@@ -308,14 +311,15 @@ impl Drop for Process {
     }
 }
 
-/// Milliseconds of all connections to an address, as `ss --tcp --info` prints them.
+/// Times in milliseconds, summed over all connections to an address, from the output of
+/// `ss --tcp --info`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Held {
     /// The time in which there was data to send.
     busy_ms: f64,
     /// The time in which the peer's receive window was full.
     rwnd_limited_ms: f64,
-    /// The time in which this side's send buffer was full, and everything in it was sent.
+    /// The time in which this side's send buffer was full and all data in it was in flight.
     sndbuf_limited_ms: f64,
 }
 
@@ -345,7 +349,7 @@ impl Held {
 }
 
 /// Reads the figures of a host's connections until `ended`. Returns the reading with the longest
-/// busy time, because the lanes close before the migration ends.
+/// busy time, because later readings lack the lanes that have closed before the migration ends.
 fn held_back(host: &Host, to: &SocketAddr, ended: &AtomicBool) -> Result<Held> {
     let mut last = Held::default();
     let until = Instant::now() + LIMIT;

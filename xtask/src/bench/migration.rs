@@ -13,14 +13,14 @@ use super::pair::Pair;
 /// The duration and downtime of a migration.
 pub(super) struct Moved {
     pub(super) total_s: f64,
-    /// As QEMU's source reports it.
+    /// The downtime that QEMU's source reports.
     pub(super) downtime_ms: f64,
     /// The time from the stop of the source's guest to its start at the destination.
     pub(super) guest_downtime_ms: f64,
 }
 
-/// Moves a new guest, with this number of multifd channels or without multifd, and with this limit on
-/// the downtime that QEMU predicts.
+/// Migrates a new guest. `channels` is the number of multifd channels, or `None` without multifd;
+/// `downtime_limit` is the limit on the downtime that QEMU predicts.
 pub(super) fn migrate(
     site: &Site,
     pair: &Pair,

@@ -35,7 +35,7 @@ pub(super) struct Pair {
 
 struct Process(Child);
 
-/// The output in which a process reports that it listens.
+/// The output stream on which a process reports that it listens.
 #[derive(Clone, Copy)]
 enum Report {
     Stdout,
@@ -56,7 +56,7 @@ impl Process {
             Report::Stdout => process.0.stdout.take().map(|it| Box::new(it) as _),
             Report::Stderr => process.0.stderr.take().map(|it| Box::new(it) as _),
         };
-        let mut output = BufReader::new(output.context("the process has no pipe")?);
+        let mut output = BufReader::new(output.context("the process has no output pipe")?);
         let mut said = String::new();
         let mut line = 0;
         while !said[line..].starts_with(ready) {
@@ -65,7 +65,7 @@ impl Process {
                 bail!("{command:?} does not listen; its output is {said:?}");
             }
         }
-        // Discard the remaining lines: a full pipe would stop the process.
+        // Discard the remaining lines, because a full pipe would stop the process.
         thread::spawn(move || io::copy(&mut output, &mut io::sink()));
         Ok(process)
     }
@@ -89,7 +89,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Fails only if the process has ended.
+        // Ignore an error: kill(2) fails only if the process has ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -195,7 +195,8 @@ impl Pair {
             fs::write(&file, text)?;
             let mut command = Command::new(&site.dunlin);
             command.args(["tunnel", "run", "--config"]).arg(&file);
-            // This avoids a collision with other tunnels on this host.
+            // Use a separate control socket, because the default one may belong to another tunnel
+            // on this host.
             command.arg("--control").arg(site.path("control"));
             command.stderr(Stdio::null());
             let process = Process::start(command, Report::Stdout, "listening on ")?;
@@ -231,8 +232,8 @@ impl Pair {
         Ok(())
     }
 
-    /// The address on which the far end and the near end listen for each route, each followed by
-    /// the address to which they connect.
+    /// The arguments of the far end and of the near end: for each route, the address on which the
+    /// end listens, followed by the address to which it connects.
     fn places(&self, site: &Site) -> Result<[Vec<String>; 2]> {
         let (mut far, mut near) = (Vec::new(), Vec::new());
         for (_, listen, target) in self.routes(site)? {
@@ -252,7 +253,7 @@ impl Pair {
             let mut keygen = Command::new(&programs.keygen);
             keygen.args(["-q", "-t", "ed25519", "-N", "", "-f", &file(key)]);
             let done = keygen.output().context("cannot start ssh-keygen")?;
-            ensure!(done.status.success(), "ssh-keygen: {done:?}");
+            ensure!(done.status.success(), "ssh-keygen failed: {done:?}");
         }
         let address = free_port()?;
         let (host, port) = (address.ip().to_string(), address.port().to_string());
@@ -282,7 +283,7 @@ impl Pair {
             "IdentitiesOnly=yes",
             "IdentityAgent=none",
             "ExitOnForwardFailure=yes",
-            // ssh runs it once the forwardings listen.
+            // ssh runs this command once its forwarded sockets listen.
             "PermitLocalCommand=yes",
             &*format!("LocalCommand=echo {LISTENING}"),
         ] {
@@ -336,7 +337,7 @@ impl Pair {
         wait("stunnel at the near side", || {
             self.unix.exists() && self.qemu.exists()
         })?;
-        // stunnel creates its sockets before it listens on them.
+        // Wait before connecting, because stunnel creates its sockets before it listens on them.
         thread::sleep(Duration::from_millis(200));
         Ok(())
     }

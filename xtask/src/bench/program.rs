@@ -31,7 +31,7 @@ pub(super) fn dunlin() -> Result<PathBuf> {
         .lines()
         .filter_map(|line| serde_json::from_str::<Message>(line).ok()?.executable)
         .next_back()
-        .context("cargo does not say where it has put dunlin")
+        .context("cargo does not report the path of dunlin")
 }
 
 /// Returns a command that runs stunnel: the installed one, or Debian's package.
@@ -97,8 +97,9 @@ pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     })
 }
 
-/// A script that runs a program with the loader and the libraries of its root, as
-/// [`debian::program`] does, for programs that other programs start by their path.
+/// A script that runs a program with the loader and the libraries of the folder in which its
+/// package is unpacked, as [`debian::program`] does. It is for programs that other programs start
+/// by their path.
 fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
     let quoted = |path: &Path| {
         let path = path.display().to_string();
@@ -115,11 +116,11 @@ fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
 /// The unprivileged user that exists on every Linux system.
 const UNPRIVILEGED: &str = "65534";
 
-/// Returns a command that runs OpenSSH's server, and the user that can log in: the one as which the
-/// server runs.
+/// Returns a command that runs OpenSSH's server, and the name of the user that can log in. This is
+/// the user that the server runs as.
 ///
-/// As root the server would need a user and a folder that only an installed package has. In a user
-/// namespace it runs as another user instead, but still owns root's files.
+/// As root, the server would need a user and a folder that only an installed package has. In a user
+/// namespace it therefore runs as another user, but still owns root's files.
 pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {
     let user = user_name(&[])?;
     if user != "root" {
@@ -135,11 +136,11 @@ pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {
     Ok((command, user_name(&[UNPRIVILEGED])?))
 }
 
-/// The name of a user, or of this process's user.
+/// The name of the user `id`, or of this process's user if `id` is empty.
 fn user_name(id: &[&str]) -> Result<String> {
     let output = Command::new("id").arg("-un").args(id).output();
     let output = output.context("cannot start id")?;
-    ensure!(output.status.success(), "id: {output:?}");
+    ensure!(output.status.success(), "id failed: {output:?}");
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 

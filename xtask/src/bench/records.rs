@@ -1,8 +1,8 @@
 //! The encryption of the tunnel's floor: each byte is sealed once and opened once, in place.
 //!
-//! Bytes are read straight into the records of a buffer, and sealed in and written from that
-//! buffer. The other end opens records in its own buffer and writes their content from that
-//! buffer. There is no handshake, and the key is the same for all connections: it protects
+//! One end reads bytes straight into the records of a buffer, seals the records there and writes
+//! them from there. The other end opens records in its own buffer and writes their content from
+//! there. There is no handshake, and all connections use the same key, so the encryption protects
 //! nothing.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -18,7 +18,7 @@ use super::ends::Stream;
 
 /// Bytes that a forwarder moves in one piece, with or without records.
 pub(super) const PIECE_BYTES: usize = 512 << 10;
-/// Records that one read fills.
+/// The number of records that one read fills.
 const RECORDS: usize = PIECE_BYTES / CONTENT_BYTES;
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
 const KEY: [u8; 32] = [1; 32];
@@ -88,7 +88,7 @@ pub(super) fn open(mut from: &Stream, to: &Stream) -> Result<()> {
     }
 }
 
-/// [`Write::write_all_vectored`], which is not stable yet.
+/// Does the work of [`Write::write_all_vectored`], which is not stable yet.
 fn write_all_vectored(mut to: &Stream, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
     while !parts.is_empty() {
         match to.write_vectored(parts)? {

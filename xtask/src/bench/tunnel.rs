@@ -1,4 +1,5 @@
-//! `cargo xtask bench tunnel`.
+//! `cargo xtask bench tunnel`: compares the tunnel with stunnel, OpenSSH, a proxy in Go, a direct
+//! connection and the floor.
 //!
 //! The two processes of each variant run for the whole benchmark. The variants take turns in each
 //! round, which spreads other load on the host over all of them. Work outside the tunnel (sender,
@@ -53,14 +54,14 @@ pub struct TunnelOptions {
     output: Output,
 }
 
-/// Numbers of concurrent streams.
+/// The numbers of concurrent streams that are measured.
 const STREAMS: [usize; 2] = [1, 4];
-/// Sizes of a round trip in bytes.
+/// The numbers of bytes in each direction of a round trip.
 const TRIPS: [usize; 2] = [1, 4096];
-/// Streams of a stalled turn, in addition to the one that is not read.
+/// The number of streams of a stalled turn, in addition to the stream that is not read.
 const BESIDE: usize = 4;
-/// QEMU's multifd channels, in addition to its main one; `None` sends all memory over the main
-/// one.
+/// The number of QEMU's multifd channels in addition to its main connection. With `None`, all
+/// memory is sent over the main connection.
 const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
 /// 512 MiB, of which the guest writes to 40 MiB about twice a second.
@@ -73,7 +74,7 @@ const WORKLOAD: Workload = Workload {
     seed: 0xbe7c,
 };
 
-/// What is measured at a time.
+/// A part of a round that is measured on its own.
 #[derive(Clone, Copy)]
 enum Turn<'a> {
     /// Runs all variants one after the other, so that their ratios come from the same
@@ -150,7 +151,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             (Turn::Qemu { pair, channels }, Some(setup)) => {
                 migrate(options, &site, pair, setup, channels, &mut results)
             }
-            (Turn::Qemu { .. }, None) => unreachable!("without QEMU it has no turn"),
+            (Turn::Qemu { .. }, None) => unreachable!("QEMU has turns only if it is available"),
         }
     });
     drop(progress);
@@ -169,7 +170,8 @@ fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
         eprintln!("starting {variant}");
         let pair = Pair::start(site, variant).with_context(|| format!("{variant}"))?;
         for ends in Ends::BOTH {
-            // The first connection sets up state that later ones reuse.
+            // Connect once before the measurements, because the first connection sets up state that
+            // later ones reuse.
             load::trips(site, &pair, ends, 1, 10).with_context(|| format!("{variant}"))?;
         }
         pairs.push(pair);
@@ -206,7 +208,7 @@ fn bulk(
     Ok(())
 }
 
-/// The ratios of a tunnel to stunnel and to the floor, if these are measured too.
+/// The ratios of a tunnel to stunnel and to the floor, if stunnel and the floor are measured too.
 fn ratios(
     variant: Variant,
     moved: Moved,

@@ -1,4 +1,4 @@
-//! Turns of variants, round after round.
+//! Runs the turns of a benchmark's variants, round after round.
 
 use std::fmt::Display;
 

@@ -1,9 +1,9 @@
 //! `cargo xtask bench whole`: whole migrations of Dunlin and of other VMMs, in turn.
 //!
-//! One turn is a migration between two new processes. Dunlin's own turns, and the floor, are those
-//! of `dunlin bench whole`, which this program runs for one round and one number of lanes at a
-//! time. QEMU and Cloud Hypervisor move a guest with the same memory, content and rate of writes. A
-//! turn that fails is left out of the results; all others are included.
+//! A turn is a migration between two new processes. This program runs `dunlin bench whole` to
+//! measure Dunlin and the floor, for one round and one number of lanes at a time. QEMU and Cloud
+//! Hypervisor migrate a guest with the same memory, content and rate of writes. The results include
+//! every turn that does not fail.
 
 use std::fmt;
 use std::fs::File;
@@ -43,15 +43,15 @@ pub struct WholeOptions {
 /// The amount of memory written to and freed before each migration, as a multiple of the guest's
 /// memory, as in `dunlin bench whole`.
 const TOUCHED: u64 = 2;
-/// The part of the memory that stays zero, for a guest that halts.
+/// The part of the memory that stays zero in a guest that halts, in MiB.
 const LEFT_OUT_MIB: u32 = 32;
-/// Numbers of Dunlin's lanes, and of the floor's.
+/// The numbers of lanes, for Dunlin and for the floor.
 const LANES: [u8; 2] = [2, 4];
-/// Numbers of QEMU's multifd channels.
+/// The numbers of QEMU's multifd channels.
 const CHANNELS: [u8; 2] = [2, 4];
-/// Numbers of Cloud Hypervisor's connections.
+/// The numbers of Cloud Hypervisor's connections.
 const CONNECTIONS: [u8; 3] = [1, 2, 4];
-/// The names of the certificates.
+/// The names in the certificates of destination and source.
 const SERVER: &str = "destination.bench";
 const CLIENT: &str = "source.bench";
 /// Figures in the lines of `dunlin bench whole`.
@@ -124,10 +124,11 @@ impl Peer {
     }
 }
 
-/// What is measured at a time.
+/// A part of a round that is measured on its own.
 #[derive(Clone, Copy)]
 enum Turn {
-    /// `dunlin bench whole`: the floor, and Dunlin with either guest.
+    /// A run of `dunlin bench whole`, which measures the floor, and Dunlin with an idle guest and
+    /// with a writing guest.
     Own {
         lanes: u8,
     },
@@ -169,7 +170,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
             tls: false,
         });
         eprintln!(
-            "Cloud Hypervisor moves the idle guest only: docs/benchmarking/whole.md has the reason"
+            "Cloud Hypervisor moves only the idle guest: docs/benchmarking/whole.md has the reason"
         );
     } else {
         eprintln!("CLOUD_HYPERVISOR names no binary: Cloud Hypervisor is left out");
@@ -182,8 +183,8 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     for activity in [Activity::Idle, Activity::Writing] {
         turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
-    // With Cloud Hypervisor the guest that writes ends with a triple fault; the cause has not been
-    // found.
+    // Leave out Cloud Hypervisor with the guest that writes: it ends with a triple fault. The cause
+    // has not been found.
     turns.retain(|turn| {
         !matches!(
             turn,
@@ -284,8 +285,8 @@ pub(super) struct Moved {
     pub(super) destination_peak_mib: f64,
 }
 
-/// Called right before the destination allocates its memory, because the host may reclaim freed
-/// memory within seconds.
+/// Writes to and frees memory, as a migration before this one would. Call it right before the
+/// destination allocates its memory, because the host may reclaim freed memory within seconds.
 pub(super) fn touch(workload: &Workload) -> Result<()> {
     touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))
 }
@@ -307,7 +308,8 @@ impl Rig {
             memory_mib,
             scratch: Scratch::try_new().context("cannot create a scratch folder")?,
         };
-        // Both hypervisors load an initial RAM disk into the guest's memory.
+        // Write the content that both hypervisors load into the guest's memory as an initial RAM
+        // disk.
         let bytes = u64::from(memory_mib - LEFT_OUT_MIB) << 20;
         let mut random = File::open("/dev/urandom").context("cannot open /dev/urandom")?;
         let mut content = File::create(rig.content()).context("cannot create the content")?;
@@ -338,8 +340,8 @@ impl Rig {
         }
     }
 
-    /// Starts a guest and moves it once. Bandwidth is not limited, and the downtime limit is QEMU's
-    /// default, 300 ms.
+    /// Starts a guest and migrates it once. Bandwidth is not limited, and the downtime limit is
+    /// QEMU's default, 300 ms.
     fn migrate_qemu(
         &self,
         workload: Workload,
@@ -374,7 +376,8 @@ impl Rig {
         let started = Instant::now();
         begin(&mut source, &mut destination, &migration)?;
         destination.qmp().execute("cont", json!({}))?;
-        // The destination reports this before the end of its migration.
+        // Wait for RESUME first, because the destination reports it before the end of its
+        // migration.
         let resumed = |name: &str, data: &Value| name == "RESUME" || data["status"] == "failed";
         let event = destination
             .qmp()

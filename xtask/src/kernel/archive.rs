@@ -113,8 +113,8 @@ impl Archive {
                     .or_insert(Entry::Folder);
             }
         }
-        // A package may contain a folder where the layout has a link; the folder's contents then
-        // follow the link.
+        // Keep a link of the layout. A package may contain a folder of the same name; the folder's
+        // contents then follow the link.
         if let (Entry::Folder, Some(Entry::Link(_))) = (&entry, self.entries.get(path)) {
             return;
         }

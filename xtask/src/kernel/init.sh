@@ -35,7 +35,7 @@ if [ -n "$shell" ]; then
     poweroff -f
 fi
 
-# Modules up to Linux 6.1, built in later.
+# These are modules up to Linux 6.1. Later kernels have them built in.
 modprobe -a virtio_pci virtio_console 2>/dev/null
 
 # The kernel registers the ports some time after it has started this process.
@@ -76,7 +76,8 @@ modules() {
     done </proc/modules
 }
 
-# Prints each unrestored setting on a line. Additional modules do not count.
+# Prints each setting that the test did not restore, one per line. Additional
+# modules do not count.
 changed() { # settings and modules before
     settings >/run/settings
     echo "$1" | grep -v -x -F -f /run/settings | sed 's/$/, no more/'
@@ -107,7 +108,8 @@ while read -r name limit; do
     ) &
     wait "$test"
     code=$?
-    # Processes that the test left running, and the process that enforces the limit.
+    # Kill the processes that the test left running, and the process that enforces
+    # the limit.
     kill -KILL -1
     wait
     if [ -e /run/late ]; then

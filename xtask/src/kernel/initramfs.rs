@@ -1,7 +1,7 @@
 //! The guest's files: busybox, kernel modules, Debian packages, and the tests.
 //!
 //! Packages keep Debian's layout, `/rig` holds the runner and the tests, and busybox's commands
-//! come last in the path: a test that needs `iproute2` gets its `ip`.
+//! come last in the path, so a test that needs `iproute2` gets the `ip` of that package.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -32,7 +32,8 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
         }
     }
     for package in packages {
-        // One root for each package, because tests need many combinations.
+        // Unpack each package into its own folder, because tests need many combinations of
+        // packages.
         let root = debian::packages(SUITE, &[package])?;
         archive.tree("", &root, &is_for_programs)?;
     }
@@ -91,11 +92,11 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     Ok(())
 }
 
-/// Adds the command of an earlier commit as `dunlin-previous`. It is linked with the host's C
-/// library, and the guest's packages may contain another version. The archive therefore contains
-/// the host's libraries, and a script runs the command through their loader (ld.so(8)). `stripped`
-/// receives a copy without debug information, which is two thirds of the file; it must exist until
-/// the archive is written.
+/// Adds the command of an earlier commit as `dunlin-previous`. The command is linked with the host's C
+/// library, and the guest's packages may contain another version. The archive therefore contains the
+/// host's libraries, and a script runs the command through their loader (ld.so(8)). `stripped`
+/// receives a copy without debug information, which makes up two thirds of the file. The copy must
+/// exist until the archive is written.
 fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Result<()> {
     const FOLDER: &str = "rig/previous";
     let printed = |command: &mut Command| -> Result<String> {
@@ -105,7 +106,7 @@ fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Resu
             .with_context(|| format!("cannot start {name}"))?;
         if !done.status.success() {
             bail!(
-                "{name} for DUNLIN_PREVIOUS={}: {}",
+                "{name} failed for DUNLIN_PREVIOUS={}: {}",
                 previous.display(),
                 String::from_utf8_lossy(&done.stderr)
             );
@@ -120,8 +121,8 @@ fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Resu
             .arg(previous),
     )?;
     archive.program(format!("{FOLDER}/dunlin"), stripped);
-    // Libraries are "libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)". The loader has no arrow; the
-    // kernel's vDSO has no path.
+    // ldd prints a library as "libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)". The line of the
+    // loader has no arrow, and that of the kernel's vDSO has no path.
     let listed = printed(Command::new("ldd").arg(previous))?;
     let mut loader = None;
     for line in listed.lines() {
@@ -129,7 +130,9 @@ fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Resu
             continue;
         };
         let path = Path::new(path);
-        let name = path.file_name().context("ldd lists files")?;
+        let name = path
+            .file_name()
+            .context("ldd lists a path without a file name")?;
         let inside = Path::new(FOLDER).join(name);
         archive.program(&inside, path);
         if !line.contains("=>") {
@@ -162,8 +165,8 @@ fn is_for_programs(path: &Path) -> bool {
     !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Excludes modules that the machine or the tests do not use, which are three quarters of them:
-/// an emulated CPU would take seconds to unpack them.
+/// Excludes modules that the machine or the tests do not use. They are three quarters of all modules,
+/// and an emulated CPU would take seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {
         path.strip_prefix(Path::new("kernel").join(folder))
@@ -224,7 +227,7 @@ fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
         .output()?;
     if !made.status.success() {
         bail!(
-            "depmod for {}: {}",
+            "depmod failed for {}: {}",
             kernel.version,
             String::from_utf8_lossy(&made.stderr)
         );
@@ -250,7 +253,7 @@ fn unpack(from: &Path, to: &Path, busybox: &Path) -> Result<()> {
                 .stderr(Stdio::inherit())
                 .status()?;
             if !status.success() {
-                bail!("{} does not decompress", path.display());
+                bail!("cannot decompress {}", path.display());
             }
         } else if path.extension().is_some_and(|kind| kind == "ko")
             || name.to_string_lossy().starts_with("modules.")

@@ -20,8 +20,9 @@ pub fn record_passed(kernel: &Kernel) -> Result<()> {
     Ok(fs::write(path(), passed.join("\n"))?)
 }
 
-/// For a kernel that failed: returns `None` if it has passed before or was requested by version,
-/// otherwise the newest cached kernel of its kind that has passed, if there is one.
+/// Returns a kernel with which to compare `failed`, a kernel that failed. Returns `None` if
+/// `failed` has passed before or was requested by version. Otherwise returns the newest cached
+/// kernel of its kind that has passed, if there is one.
 ///
 /// # Errors
 /// The cache cannot be read.
@@ -46,18 +47,18 @@ pub fn previous(which: &Which, failed: &Kernel) -> Result<Option<Option<Kernel>>
 pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     match previous {
         Some(previous) => format!(
-            "new kernel {}: it fails; if {} below passes, look at what changed in the kernel first",
+            "new kernel {}: tests fail; if {} below passes, look first for a change in the kernel",
             failed.version, previous.version
         ),
         None => format!(
-            "new kernel {}: it fails, and no kernel has passed here before to compare it with",
+            "new kernel {}: tests fail; no kernel that passed on this machine is available to compare",
             failed.version
         ),
     }
 }
 
 /// Implements [`previous`]. `cached` is sorted, the newest last. The oldest kernel is compared only
-/// within its own series: a newer series may pass for unrelated reasons.
+/// within its own series, because a newer series may pass for unrelated reasons.
 fn choose<'a>(
     which: &Which,
     failed: &str,
@@ -74,7 +75,7 @@ fn choose<'a>(
     Some(cached.iter().copied().rfind(comparable))
 }
 
-/// 6.12 of 6.12.107+deb13-cloud-amd64.
+/// The series of a version: 6.12 for 6.12.107+deb13-cloud-amd64.
 fn series(version: &str) -> Vec<&str> {
     version.split('.').take(2).collect()
 }
@@ -112,7 +113,7 @@ mod tests {
         assert_eq!(newest("7.4.1", &["7.3.4", "6.12.9"]), "7.3.4");
         assert_eq!(newest("7.4.1", &["7.3.4", "7.4.1"]), "ours");
         assert_eq!(newest("7.4.1", &[]), "new");
-        // Has passed, but has left the cache.
+        // 7.3.9 has passed, but is no longer in the cache.
         assert_eq!(newest("7.4.1", &["7.3.9"]), "new");
     }
 

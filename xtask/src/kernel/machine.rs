@@ -22,7 +22,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(180);
 /// Time added to a test's own limit, which the guest itself normally enforces.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// With the instruction-counting clock, a second of the guest takes longer than a real second.
+/// The factor by which the instruction-counting clock extends every limit, because a second of the
+/// guest then takes longer than a real second.
 const COUNTING_FACTOR: u32 = 10;
 
 /// What to boot, with which hardware and arguments.
@@ -51,7 +52,7 @@ pub struct Machine<'a> {
 enum Event {
     Console(String),
     Said(Said),
-    /// The console was closed: QEMU has exited.
+    /// The console was closed, because QEMU has exited.
     Ended,
 }
 
@@ -120,7 +121,8 @@ impl<'a> Machine<'a> {
                 scope.spawn(|| report.accept(|stream| read_report(stream, &token, &events)));
             let saved = scope.spawn(|| {
                 files.accept(|stream| {
-                    // An error means that the guest ended; keep the files that have arrived.
+                    // Ignore an error: it means that the guest has ended. Keep the files that have
+                    // arrived.
                     let _ = io::copy(&mut &stream, &mut File::create(&files_at)?);
                     Ok(())
                 })
@@ -142,7 +144,8 @@ impl<'a> Machine<'a> {
                 next_limit,
                 &mut progress,
             );
-            // If QEMU did not start, it has connected to neither channel.
+            // If QEMU did not start, it has connected to neither channel, and both threads still
+            // wait.
             report.wake();
             files.wake();
             reported.join().expect("the thread does not panic")?;
@@ -172,14 +175,14 @@ impl<'a> Machine<'a> {
             .args(["-chardev", "null,id=report", "-chardev", "null,id=files"])
             .status()?;
         if !status.success() {
-            bail!("QEMU: {status}");
+            bail!("QEMU exited with {status}");
         }
         Ok(())
     }
 
     fn command(&self, token: &str) -> Command {
         let qemu = self.qemu.command();
-        // setpriv sets the parent-death signal: QEMU ends with this process.
+        // setpriv sets the parent-death signal, so that QEMU ends with this process.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]);
         command.arg(qemu.get_program()).args(qemu.get_args());
@@ -261,7 +264,7 @@ fn listen(
             }
             Err(RecvTimeoutError::Timeout) => {
                 record.hung = Some(limit);
-                // Fails if QEMU has just exited; the console closes in either case.
+                // Ignore an error: QEMU may have just exited. The console closes in either case.
                 let _ = child.kill();
                 limit = Duration::MAX / 2;
             }
@@ -328,7 +331,8 @@ fn read_console(console: impl Read, mut log: File, events: &Sender<Event>) {
         .read_until(b'\n', &mut line)
         .is_ok_and(|read| read > 0)
     {
-        // The log is for the reader; the verdict uses the lines that are passed on.
+        // Ignore an error: the log is only for people. The verdict uses the lines that are passed
+        // on.
         let _ = log.write_all(&line);
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         if events.send(Event::Console(text)).is_err() {
@@ -371,7 +375,7 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
     if !done.status.success() {
         // The machine may have ended while it was sending.
         eprintln!(
-            "the tests' files are not whole: {}",
+            "the tests' files are incomplete: {}",
             String::from_utf8_lossy(&done.stderr).trim()
         );
     }

@@ -51,9 +51,9 @@ pub struct KernelOptions {
     /// Fetches and builds everything the tests need, without running them.
     #[arg(long)]
     no_run: bool,
-    /// newest, oldest, former, or a version as printed by `uname -r`, or a prefix of one; may be
-    /// given several times. Default: the newest and the oldest, and `former`, an older kernel of the
-    /// previous Debian release, for the tests that require it.
+    /// Runs only under this kernel: newest, oldest, former, a version as printed by `uname -r`, or a
+    /// prefix of a version. May be given several times. Default: newest and oldest. Former is an older
+    /// kernel, of the previous Debian release; by default, only the tests that require it run under it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
     /// Boots the kernel, with the tests in the guest, and opens a shell. Needs exactly one kernel.
@@ -68,9 +68,10 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether the run under the kernel `which` includes a test that is meant for `under`. Unless
-    /// kernels were named, the kernel of the previous Debian release runs only its own tests.
-    /// Unless tests were named, some tests run under only one of the other two kernels.
+    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. If kernels
+    /// were named, every test runs. Otherwise the kernel of the previous Debian release runs only its
+    /// own tests. The other two kernels run all remaining tests if tests were named; if not, some tests
+    /// run under only one of the two.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,
@@ -96,7 +97,8 @@ pub enum Suite {
 }
 
 impl Suite {
-    /// The suite of a test, by its name: `tls_…`, `ipsec_…`, or the number of a pitfall.
+    /// The suite of a test, by its name: `tls_…` or `ipsec_…`, or `k` or `p` with the number of a
+    /// pitfall of kernel TLS or IPsec.
     fn of(name: &str) -> Self {
         let is_pitfall = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
         let is_of = |suite, pitfall| {
@@ -115,11 +117,11 @@ impl Suite {
 /// Outcomes of a kernel's tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Passed.
+    /// Tests that passed.
     pub passed: usize,
-    /// Failed, including a failed boot.
+    /// Tests that failed, including failed boots.
     pub failed: usize,
-    /// Skipped.
+    /// Tests that were skipped.
     pub skipped: usize,
 }
 
@@ -148,7 +150,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         .iter()
         .find(|asked| !names.contains(&asked.as_str()))
     {
-        bail!("there is no test {unknown}: --list shows them");
+        bail!("unknown test {unknown} (--list shows the tests)");
     }
     let named = |kernel: &String| match kernel.as_str() {
         "newest" => Which::Newest,
@@ -184,7 +186,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // Run the boots in parallel: each uses little more than one core.
+    // Run the boots in parallel, because each uses little more than one core.
     let rig = &rig;
     let tallies = thread::scope(|scope| {
         let runs: Vec<_> = runs
@@ -247,7 +249,7 @@ pub struct Boot {
 pub struct Rig {
     /// The emulator.
     pub qemu: Qemu,
-    /// Whether instructions are counted.
+    /// Whether the guest's clock counts executed instructions.
     pub counting: bool,
     /// Whether to print the output of every test.
     pub verbose: bool,
@@ -274,7 +276,7 @@ impl Rig {
                 for outcome in &outcomes {
                     tally.add(outcome);
                 }
-                // No test started in this boot; repeating it would give the same result.
+                // No test started in this boot, so another boot would give the same result.
                 if rest.len() == group.len() {
                     tally.failed += rest.len();
                     break;
@@ -341,7 +343,7 @@ impl Rig {
     }
 }
 
-/// Creates a folder for the results of a boot, and removes the oldest ones.
+/// Creates a folder for the results of a boot, and removes the oldest such folders.
 fn results(kernel: &Kernel, name: &str) -> Result<PathBuf> {
     let all = cache::directory().join("results");
     let new = all.join(format!("{}-{name}-{}", kernel.version, std::process::id()));
@@ -349,7 +351,7 @@ fn results(kernel: &Kernel, name: &str) -> Result<PathBuf> {
     let mut known = Vec::new();
     for entry in fs::read_dir(&all)? {
         let entry = entry?;
-        // A concurrent run may have removed it.
+        // A concurrent run may have removed the folder.
         if let Ok(changed) = entry.metadata().and_then(|data| data.modified()) {
             known.push((changed, entry.path()));
         }
@@ -393,7 +395,7 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
             Verdict::Failed(failure) => format!("FAILED: {failure}"),
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
-        // Of a test that passed, print only measurements.
+        // For a test that passed, print only its measurements.
         let shown = |line: &&String| {
             all || test.verdict != Verdict::Passed || line.starts_with("count of ")
         };
@@ -403,12 +405,15 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
     }
     let failed = |test: &Outcome| matches!(test.verdict, Verdict::Failed(_));
     if outcomes.iter().any(failed) {
-        text += &format!("the console's log and files: {}\n", folder.display());
+        text += &format!(
+            "the console's log and the tests' files: {}\n",
+            folder.display()
+        );
     }
     text
 }
 
-/// 7.3.4 of 7.3.4+deb13-cloud-amd64.
+/// The version without Debian's suffix: 7.3.4 for 7.3.4+deb13-cloud-amd64.
 fn short(kernel: &Kernel) -> &str {
     kernel.version.split('+').next().unwrap_or_default()
 }

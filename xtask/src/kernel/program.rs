@@ -41,11 +41,11 @@ pub struct Needs {
     pub library_tests: Vec<String>,
     /// Its time limit.
     pub limit_seconds: u64,
-    /// The kernels under which a run of the whole suite includes it.
+    /// The kernels under which a run of all tests includes this one.
     pub under: Under,
 }
 
-/// The kernels for a run of the whole suite.
+/// The kernels under which a run of all tests includes a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Under {
@@ -55,7 +55,7 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// The older kernel of the previous Debian release, even in the soak test.
+    /// Only the older kernel of the previous Debian release, even in the soak test.
     Former,
 }
 
@@ -104,10 +104,10 @@ pub fn build(names: &[&str]) -> Result<Vec<Program>> {
             .output()
             .with_context(|| format!("cannot run {}", path.display()))?;
         let needs: Needs = serde_json::from_slice(&described.stdout).with_context(|| {
-            format!("tests/kernel/src/bin/{name}.rs does not go through dunlin_kernel_tests::run")
+            format!("tests/kernel/src/bin/{name}.rs does not call dunlin_kernel_tests::run")
         })?;
         if !(1..=4).contains(&needs.cpus) {
-            bail!("{name} asks for {} CPUs: there are 1 to 4", needs.cpus);
+            bail!("{name} needs {} CPUs, out of range (1–4)", needs.cpus);
         }
         programs.push(Program {
             name: (*name).to_owned(),
@@ -150,7 +150,7 @@ pub fn build_library_tests(name: &str) -> Result<PathBuf> {
 
 fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
     let built = build_some(package, kind, &[name])?;
-    built.into_iter().next().context("one was asked for")
+    built.into_iter().next().context("cargo built no program")
 }
 
 /// Builds programs with a static C library, so that they do not depend on the guest's libraries,
@@ -194,14 +194,15 @@ fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>>
         .collect();
     let path = |name: &&str| {
         let path = built.get(*name).cloned();
-        path.with_context(|| format!("cargo does not say where it has put {name}"))
+        path.with_context(|| format!("cargo does not report the path of {name}"))
     };
     names.iter().map(path).collect()
 }
 
-/// Returns a wrapper of the compiler for this workspace's crates. It links programs with the static
-/// C library. (`cargo rustc -- FLAGS` builds one program at a time, and cargo takes a second to
-/// check an unchanged one.) Cargo uses the crate name `___` to query the compiler's features.
+/// Returns a wrapper of the compiler for this workspace's crates, which links programs with the
+/// static C library. The alternative `cargo rustc -- FLAGS` builds one program at a time, and takes
+/// a second to check a program that has not changed. Cargo uses the crate name `___` to query the
+/// compiler's features.
 fn compiler() -> Result<PathBuf> {
     const SCRIPT: &str = "#!/bin/sh
 case \" $* \" in

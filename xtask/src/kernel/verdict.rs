@@ -121,8 +121,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
                     continue;
                 };
                 test.verdict = match trouble(record, Some(name)) {
-                    // The runner requests a report of blocked tasks at the limit; this report is
-                    // not a separate fault.
+                    // At the limit, the runner requests a report of blocked tasks, so this report
+                    // is not a separate fault.
                     _ if code == "late" => Verdict::Failed(Failure::TestHung),
                     Some(failure) => Verdict::Failed(failure),
                     None if (taint & !taint_before) & TROUBLE != 0 => {
@@ -188,7 +188,8 @@ fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
 
 /// The fault that a line of the kernel's log reports.
 fn complaint(line: &str) -> Option<Failure> {
-    // "[   12.345678] WARNING: …"; with CONFIG_PRINTK_CALLER also "[ 12.3][  T123] ".
+    // A line begins with a time such as "[ 12.345678] ". With CONFIG_PRINTK_CALLER, "[ T123] "
+    // follows.
     let mut text = line;
     while let Some((_, rest)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         text = rest.trim_start();
@@ -217,8 +218,8 @@ fn complaint(line: &str) -> Option<Failure> {
 }
 
 impl Said {
-    /// Parses a line of the report port. The runner's part may follow the end of a test's output
-    /// that had no newline.
+    /// Parses a line of the report port. If a test's output does not end with a newline, the
+    /// runner's part follows it in the same line.
     pub(super) fn parse(line: &str, token: &str) -> Vec<Self> {
         let line = line.trim_end_matches(['\n', '\r']);
         let Some((output, words)) = line.split_once(token) else {

@@ -29,7 +29,7 @@ const VARIANTS: [(&str, &str); 20] = [
     ("ring", "ring"),
 ];
 
-/// How many digits a number has.
+/// How many digits of a number are written.
 #[derive(Clone, Copy)]
 pub(super) enum Digits {
     /// This many decimal places.
@@ -81,7 +81,8 @@ pub(super) fn header(titles: &[&str]) -> Vec<String> {
     titles.iter().map(|&title| title.to_owned()).collect()
 }
 
-/// The place of a variant in the tables: its place in [`VARIANTS`], or the last one.
+/// The place of a variant in the tables. It is the variant's place in [`VARIANTS`], or the last
+/// place.
 pub(super) fn order(variant: &str) -> usize {
     let known = VARIANTS.iter().position(|(known, _)| *known == variant);
     known.unwrap_or(VARIANTS.len())

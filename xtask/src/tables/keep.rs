@@ -1,5 +1,5 @@
-//! `cargo xtask keep`: stores the output of a benchmark as the figures that the pages show
-//! next.
+//! `cargo xtask keep`: stores the output of a benchmark as the kept results, from which
+//! `cargo xtask tables` writes the tables.
 
 use std::fs;
 use std::io::{self, Read};
@@ -62,7 +62,7 @@ fn file(run: Run, lines: &str) -> Result<String> {
     Ok(format!("{header}\n{}\n", lines.trim_end()))
 }
 
-/// The processors and their number.
+/// The model of the processors, and their number.
 fn machine(cpuinfo: &str) -> Result<String> {
     let models = cpuinfo.lines().filter_map(|line| {
         let (name, model) = line.split_once(':')?;

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 /// The folder of the files, relative to the workspace.
 pub(super) const FOLDER: &str = "docs/benchmarking/results";
 
-/// The description of a run, in the first line of its file.
+/// The description of a run, from the first line of its file.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Run {
@@ -60,7 +60,7 @@ pub(super) struct Row {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
     pub(super) median: f64,
-    /// The smallest and the largest of the rounds, if the line has them.
+    /// The smallest and the largest value of all rounds, if the line has them.
     pub(super) range: Option<(f64, f64)>,
 }
 
@@ -117,7 +117,7 @@ impl Kept {
             .rows
             .iter()
             .map(|row| match row.fields.contains_key("round") {
-                // A line for each round.
+                // The results have one line for each round.
                 true => row.number("round"),
                 false => row.number("rounds"),
             });
@@ -158,7 +158,7 @@ fn listed(conditions: &[(&str, Value)]) -> String {
 }
 
 impl Row {
-    /// What all lines of the harness have.
+    /// Checks the fields that every line of the harness has.
     fn check(&self) -> Result<()> {
         self.text("scenario")?;
         self.text("variant")?;
@@ -179,13 +179,13 @@ impl Row {
         conditions.all(|(name, value)| self.fields.get(*name) == Some(value))
     }
 
-    /// A condition that is a text.
+    /// The value of a condition that is a text.
     pub(super) fn text(&self, name: &str) -> Result<&str> {
         let text = self.fields.get(name).and_then(Value::as_str);
         text.with_context(|| format!("{}: {name} is missing or not a text", self.place))
     }
 
-    /// A condition that is a whole number.
+    /// The value of a condition that is a whole number.
     pub(super) fn number(&self, name: &str) -> Result<u64> {
         let number = self.fields.get(name).and_then(Value::as_u64);
         number.with_context(|| format!("{}: {name} is missing or not a whole number", self.place))

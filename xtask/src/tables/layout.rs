@@ -1,6 +1,6 @@
 //! The tables: the page of each, the kept results that it shows, and how its cells are written.
 //!
-//! A table has a row for each line of the results, so a new run with more variants makes more rows.
+//! A table has a row for each line of the results, so a run with more variants adds rows.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -11,9 +11,9 @@ use super::cells::{
 };
 use super::kept::{Kept, Row};
 
-/// A table of a page.
+/// A table in a page of the documentation.
 pub(super) struct Table {
-    /// The name in the page's markers.
+    /// The table's name, as in the comments that enclose the table in the page.
     pub(super) name: &'static str,
     /// The path of the page, relative to the workspace.
     pub(super) page: &'static str,
@@ -21,7 +21,7 @@ pub(super) struct Table {
     pub(super) results: &'static [&'static str],
     /// Whether the commands and conditions of the runs precede the table.
     pub(super) has_conditions: bool,
-    /// The rows, the header first.
+    /// Computes the rows. The first row is the header.
     pub(super) cells: fn(&[Kept]) -> Result<Cells>,
 }
 
@@ -116,7 +116,7 @@ pub(super) const TABLES: [Table; 12] = [
     },
 ];
 
-/// README's table.
+/// The table of README.
 fn measured(kept: &[Kept]) -> Result<Cells> {
     let [lanes, whole, tunnel, thrash] = kept else {
         unreachable!("the table has four files");
@@ -130,14 +130,15 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
         ("guest", json!("idle")),
         ("lanes", json!(2)),
     ])?;
-    // Each figure is the best of all numbers of connections.
+    // Each figure is the best result over all numbers of connections.
     let peer = |variant: &str, name: &str, best: fn(f64, f64) -> f64| -> Result<String> {
         let idle = [("variant", json!(variant)), ("guest", json!("idle"))];
         let rows = whole.select(&idle).into_iter();
         let medians = rows.map(|row| median(row, name));
         let medians = medians.collect::<Result<Vec<_>>>()?;
         let best = medians.into_iter().reduce(best);
-        let best = best.with_context(|| format!("{}: no idle {variant}", whole.name))?;
+        let best = best
+            .with_context(|| format!("{}: no line for {variant} with an idle guest", whole.name))?;
         Ok(Places(2).write(best))
     };
     let peers = |name: &str, unit: &str, best: fn(f64, f64) -> f64| -> Result<String> {
@@ -345,7 +346,7 @@ fn long_line(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-/// Pages of 4 KiB.
+/// The number of pages of 4 KiB in a MiB.
 const PAGES_PER_MIB: u64 = 256;
 
 fn thrash(kept: &[Kept]) -> Result<Cells> {
@@ -390,7 +391,7 @@ fn bulk(kept: &[Kept]) -> Result<Cells> {
         "against stunnel",
     ])];
     let mut rows = kept[0].select(&[("scenario", json!("tunnel-bulk"))]);
-    // Runs before the floor was measured have no such column.
+    // Older results do not contain the floor; the table then has no column for it.
     let mut has_floor = false;
     for row in &rows {
         has_floor |= row.figure("floor_ratio")?.is_some();
@@ -496,7 +497,7 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-/// The figures of each round, since there are few.
+/// A table with the figures of each round, because there are few rounds.
 fn huge_pages(kept: &[Kept]) -> Result<Cells> {
     let variants = [
         (

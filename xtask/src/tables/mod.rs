@@ -5,8 +5,8 @@
 //! - `layout`: the tables of each page; `cells` writes their cells.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
-//! Each table lies between two comments, which name it and its files. This command replaces what is
-//! between them, or, with `--check`, compares.
+//! Each table lies between two comments, which name the table and its files. This command replaces
+//! the lines between the comments, or only compares them if `--check` is given.
 
 mod cells;
 pub mod keep;
@@ -24,7 +24,7 @@ use clap::Args;
 use self::kept::Kept;
 use self::layout::{Cells, TABLES, Table};
 
-/// The length of the lines that precede a table.
+/// The maximum length of the lines that precede a table.
 const WIDTH: usize = 110;
 /// The beginning of a comment before a table.
 const BEGIN: &str = "<!-- table ";
@@ -69,7 +69,7 @@ fn pages() -> Vec<&'static str> {
     pages
 }
 
-/// The page's text with the tables for the kept results, and the differences by table.
+/// Returns the page's text with the tables for the kept results, and the differences of each table.
 fn updated(root: &Path, page: &str, text: &str) -> Result<(String, Vec<String>)> {
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     let mut differences = Vec::new();
@@ -93,7 +93,11 @@ fn updated(root: &Path, page: &str, text: &str) -> Result<(String, Vec<String>)>
             at.with_context(|| format!("{page}: the line `{comment}` is missing"))
         };
         let (first, last) = (place(&begin)?, place(&end)?);
-        ensure!(first < last, "{page}:{}: `{end}` precedes it", first + 1);
+        ensure!(
+            first < last,
+            "{page}:{}: the line `{end}` precedes the table",
+            first + 1
+        );
         let present = &lines[first..=last];
         if present != wanted {
             let difference = difference(first + 1, present, &wanted);
@@ -128,7 +132,7 @@ fn block(root: &Path, table: &Table) -> Result<Vec<String>> {
     ];
     if table.has_conditions {
         for run in &kept {
-            // A list, if there is more than one.
+            // If there are several runs, their conditions are a list.
             let (first, next) = match kept.len() {
                 1 => ("", ""),
                 _ => ("- ", "  "),

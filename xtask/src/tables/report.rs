@@ -1,4 +1,5 @@
-//! `cargo xtask report`: the page with plots of a benchmark's `--report`, from JSON lines.
+//! `cargo xtask report`: writes a page with plots from JSON lines, as a benchmark's
+//! `--report` does.
 
 use std::fs;
 use std::path::PathBuf;
@@ -47,8 +48,8 @@ fn page(path: &str, text: &str) -> Result<String> {
     })
 }
 
-/// Adds a line to the results. A median and its range become three measurements with the same
-/// median and range.
+/// Adds a line to the results. If a figure has a range, three measurements are added that
+/// have the same median and range.
 fn add(row: &Row, results: &mut Results) -> Result<()> {
     let mut figures = Vec::new();
     for (name, value) in &row.fields {
@@ -74,7 +75,7 @@ fn add(row: &Row, results: &mut Results) -> Result<()> {
                 (2, Some((_, max))) => max,
                 _ => continue,
             };
-            // Leak the name: this program ends soon, and there are few names.
+            // Leak the name, which is harmless: this program ends soon, and there are few names.
             line = line.figure(name.to_string().leak(), value);
         }
         line.add();

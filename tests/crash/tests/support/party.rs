@@ -1,4 +1,4 @@
-//! One process of a run, as the test sees it.
+//! One process of a run, as the test controls it.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -6,7 +6,8 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// A process without output for this long is stuck: every limit of a run is much shorter.
+/// A process is stuck if it prints nothing for this long, because every limit of a run is much
+/// shorter.
 const STUCK: Duration = Duration::from_secs(40);
 /// How often [`Party::reaches`] checks whether the other process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
@@ -113,11 +114,14 @@ impl Party {
     }
 
     fn story(&self, what: &str, start: &str) -> String {
-        format!("it {what} before {start:?}: {:#?}", self.said)
+        format!(
+            "the process {what} before it printed {start:?}: {:#?}",
+            self.said
+        )
     }
 
     pub fn tell(&mut self, line: &str) {
-        // Writing fails if the process has been killed.
+        // Ignore an error: the process may have been killed.
         let _ = writeln!(self.stdin, "{line}");
     }
 

@@ -13,8 +13,8 @@ use dunlin_test_base::Scratch;
 use super::Credentials;
 use super::party::Party;
 
-/// A time longer than both sides' silence limits: if both sides are stopped, no process can
-/// report that the limits have expired.
+/// How long both processes remain stopped, which is longer than their silence limits. The test
+/// waits for a fixed time, because a stopped process cannot report that a limit has expired.
 const BOTH_STOPPED: Duration = Duration::from_millis(1100);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,8 @@ pub enum Signal {
 /// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// The step at which the run is held, one of [`step::SOURCE`] or [`step::DESTINATION`].
+    /// The step at which a process waits while the test acts, one of [`step::SOURCE`] or
+    /// [`step::DESTINATION`].
     pub step: &'static str,
     pub victim: Victim,
     pub signal: Signal,
@@ -114,7 +115,8 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     };
     let hold = |here: bool| if here { case.step } else { "" };
     let to_hold = hold(!case.at_source());
-    // If the source must inquire while the destination waits, use a limit longer than any other.
+    // If the source must inquire while the destination waits, use a control limit that is longer
+    // than all other limits.
     let control_limit_ms = if case.at_once { "60000" } else { "300" };
     let arguments = [
         "destination",
@@ -152,7 +154,7 @@ struct Ended {
     source: Option<String>,
 }
 
-/// Kills the victims, and waits until the other side has ended.
+/// Kills the victims. A process that is not a victim continues and ends its migration.
 fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     let mut ended = Ended { source: None };
     if case.hits_source() {
@@ -174,7 +176,8 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(ended)
 }
 
-/// Stops the victims until the other side has ended without them.
+/// Stops the victims until the process that is not a victim has ended its migration. Then continues
+/// the victims, and waits until they have ended theirs.
 fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_source() {
         cast.source.stop();
@@ -182,7 +185,7 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_destination() {
         cast.destination.stop();
     }
-    // A stopped process reads this when it continues.
+    // A stopped process reads this line when it continues.
     cast.source.tell("go");
     cast.destination.tell("go");
     let mut source = None;
@@ -258,9 +261,10 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
             cast.source.said, cast.destination.said
         ))
     };
-    // The guest records if it runs twice at the same time, has lost a write or went back in time.
+    // The guest writes a note if it runs twice at the same time, has lost a write or went back in
+    // time.
     if !notes.is_empty() {
-        return wrong("the guest noted something");
+        return wrong("the guest noted a violation");
     }
     let [of_source, of_destination] = &journals;
     let kept = |state: &str| of_destination.iter().any(|found| found == state);
@@ -302,7 +306,7 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
             }
             Ok(Ending::DiedAtBoth)
         }
-        _ => wrong("the VM's location is unknown, or it is not there"),
+        _ => wrong("the VM's location is unknown, or the VM is not where the source says"),
     }
 }
 
@@ -318,7 +322,9 @@ fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> 
         // `broken` means that the guest has detected that it went back in time.
         return Ok(());
     }
-    Err(format!("an operator took the VM back, and it is {state}"))
+    Err(format!(
+        "an operator took the VM back, and its state is {state}"
+    ))
 }
 
 fn ask_vm(files: &Files) -> String {
@@ -329,7 +335,7 @@ fn ask_vm(files: &Files) -> String {
     answer.trim_end().into()
 }
 
-/// The states of the sessions in a side's journal.
+/// The states of the sessions in the journal of `side`.
 fn states(files: &Files, side: &str) -> Vec<String> {
     let entries = Journal::open(&files.journal(side)).unwrap().list().unwrap();
     let records = entries

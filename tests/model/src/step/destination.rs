@@ -94,7 +94,7 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
         }
         DestinationAction::SendReady => answer(world, FromDestination::Ready),
         DestinationAction::Acquire => {
-            // Some devices may be held even after a failure.
+            // An acquisition that fails may still have acquired some devices.
             world.destination.devices = true;
             event(
                 world,
@@ -102,7 +102,7 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
             );
         }
         DestinationAction::Resume => {
-            // Part of the guest may have run even after a failure.
+            // Even after a failed resumption, part of the guest may have run.
             world.history.ran_there = true;
             if done {
                 live(world);
@@ -151,8 +151,8 @@ pub(super) fn take_read(world: &mut World, lane: usize) {
         FromSource::Release => DestinationEvent::Release,
         FromSource::Cancel => {
             event(world, DestinationEvent::PeerCancelled);
-            // A source that cancels does not inquire, and the engine forgets
-            // the session after the other actions.
+            // After *cancel* the source does not inquire, so the engine removes the session's
+            // record once its other actions are done.
             if let Some(process) = &mut world.destination.process
                 && process.state == Destination::Aborting
             {
@@ -237,7 +237,7 @@ fn tell(world: &mut World, verdict: Verdict) {
         ),
         Verdict::NoRecord => (None, true),
     };
-    // A report sent before the record was forgotten may be repeated.
+    // The destination may repeat a report after it has removed the record that it reports.
     let held = world.destination.journal == record || world.history.forgotten;
     world.history.reported_unrecorded |= !held;
     world.history.reported_wrong |= !so;

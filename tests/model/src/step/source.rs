@@ -53,8 +53,8 @@ pub(super) fn possible(world: &World, steps: &mut Vec<Step>) {
         steps.push(Step::StrayAnswer);
     }
     if process.state.may_resolve() {
-        // The operator checks before deciding: the VM runs there, or its
-        // process is dead or has answered that it will never run.
+        // The operator decides only after finding one of these facts at the destination: the VM
+        // runs, the process is dead, or the process has answered that the VM will never run.
         if world.destination.copy == Copy::Live {
             steps.push(Step::Resolve(Resolution::Destroy));
         } else if operator_sees_it_will_not_run(world) && world.source.copy == Copy::Paused {

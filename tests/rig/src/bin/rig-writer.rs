@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 const PAGE_WORDS: usize = 512;
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 const BEAT: Duration = Duration::from_millis(50);
-/// Visits between two reads of the clock, without a rate limit.
+/// The number of visits between two reads of the clock if there is no rate limit.
 const BATCH: usize = 64;
 
 fn main() {
@@ -40,7 +40,7 @@ fn main() {
         visits: 0,
     };
     writer.fill();
-    // The clock counts nanoseconds.
+    // The last number of this line is the rate of the guest's clock, which counts nanoseconds.
     say(&format!("ready {pages:x} {hot:x} {:x}", 1_000_000_000));
     let asked = commands();
     if let Err(wrong) = run(&mut writer, rate, &asked) {
@@ -85,7 +85,8 @@ fn run(writer: &mut Writer, rate: u64, asked: &AtomicBool) -> Result<(), Wrong> 
             }
             continue;
         };
-        // Drop visits that are more than a beat overdue: a guest that was paused does not catch up.
+        // Drop visits that are overdue by more than the time between two reports, so that a guest
+        // does not catch up after a pause.
         let earliest = now.checked_sub(BEAT).unwrap_or(now);
         next_visit = (next_visit + period).max(earliest);
         writer.visit()?;
@@ -99,7 +100,7 @@ struct Wrong {
     found: u64,
 }
 
-/// Aligned to a single page of the machine.
+/// A page of memory, aligned so that it occupies exactly one page of the machine.
 #[derive(Clone)]
 #[repr(align(4096))]
 struct Page([u64; PAGE_WORDS]);
@@ -112,7 +113,7 @@ struct Writer {
     seed: u64,
     /// The next hot page.
     cursor: usize,
-    /// The next other page, from `hot`.
+    /// The next page that is not hot. These pages begin at `hot`.
     cold_cursor: usize,
     /// The remaining visits of this pass.
     left: usize,
@@ -220,14 +221,14 @@ fn commands() -> Arc<AtomicBool> {
     asked
 }
 
-/// Writes a line in one piece.
+/// Writes a whole line while holding the lock on standard output.
 fn say(line: &str) {
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }
 
-/// The first process of a system must not exit.
+/// Waits forever, because the first process of a system must not exit.
 fn rest() -> ! {
     loop {
         thread::sleep(Duration::from_secs(3600));

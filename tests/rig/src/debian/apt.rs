@@ -1,4 +1,4 @@
-//! A private configuration of apt, separate from the machine's.
+//! A private configuration of apt, separate from the machine's own configuration.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -125,7 +125,7 @@ impl Apt {
     fn sources(&self) -> Result<String, DebianError> {
         let Mirror { uri, keyrings } = mirror()?;
         let options = if keyrings.is_empty() {
-            // The keys that the machine trusts for all sources.
+            // Without `signed-by`, apt uses the keys that the machine trusts for all sources.
             String::new()
         } else {
             format!(" [signed-by={}]", keyrings.join(","))
@@ -136,8 +136,9 @@ impl Apt {
         ))
     }
 
-    /// The machine's network settings (proxies, certificates, timeouts), and private directories.
-    /// Other settings are left out: a hook after an update, for instance, would write elsewhere.
+    /// The text of the configuration: the machine's network settings (proxies, certificates,
+    /// timeouts), and private directories. It leaves out the machine's other settings, because a
+    /// hook after an update, for instance, would write outside the cache.
     fn configuration(&self) -> Result<String, DebianError> {
         let machine = output(Command::new("apt-config").arg("dump").arg("Acquire"))?;
         let mut text = String::new();
@@ -161,7 +162,8 @@ impl Apt {
             ("Dir::Cache", place("cache")),
             ("Dir::Log", place("state")),
             ("Acquire::Languages", "none".to_owned()),
-            // The user that apt switches to for downloads may lack access to the cache.
+            // Download as root, because the user that apt otherwise switches to may lack access to
+            // the cache.
             ("APT::Sandbox::User", "root".to_owned()),
             ("APT::Architecture", "amd64".to_owned()),
         ] {

@@ -1,5 +1,5 @@
-//! Debian's cloud kernels: small, and with the drivers of virtual machines built in (in bookworm as
-//! modules).
+//! Debian's cloud kernels. They are small and have built-in drivers for virtual machines; in
+//! bookworm these drivers are modules.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use super::root::build;
 use super::{DebianError, at};
 use crate::cache;
 
-/// The suite with the newest kernels; the release itself has the oldest supported kernel.
+/// The suite with the newest kernels. The release itself has the oldest supported kernel.
 const SUITE: &str = "trixie-backports";
 
-/// The oldest supported series: trixie's own.
+/// The oldest supported kernel series, which is trixie's own.
 const OLDEST: &str = "6.12";
 
-/// The previous release, and its own series.
+/// The previous release, and the series of its kernels.
 const FORMER_SUITE: &str = "bookworm";
 const FORMER: &str = "6.1";
 
@@ -29,9 +29,9 @@ const FLAVOUR: &str = "-cloud-amd64";
 /// Selects a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// The newest of trixie-backports.
+    /// The newest kernel of trixie-backports.
     Newest,
-    /// The newest of trixie's own series, 6.12.
+    /// The newest kernel of trixie's own series, 6.12.
     Oldest,
     /// The newest kernel of bookworm's own series, 6.1, for tests of missing features.
     Former,
@@ -75,7 +75,7 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
         Err(error) => {
             let known = cached.iter().map(|kernel| kernel.version.as_str());
             let version = pick(which, known).ok_or(error)?;
-            eprintln!("the mirror does not answer; taking kernel {version} out of the cache");
+            eprintln!("the mirror does not answer; using kernel {version} from the cache");
             return open(&version);
         }
     };
@@ -84,8 +84,8 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     if let Ok(kernel) = open(&version) {
         return Ok(kernel);
     }
-    // Up to 6.18 one package contains the image, modules and configuration; later there are
-    // several.
+    // Up to 6.18, one package contains the image, modules and configuration. Later versions have
+    // several packages.
     let parts: Vec<&str> = names
         .iter()
         .map(String::as_str)

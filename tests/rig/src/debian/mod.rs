@@ -9,8 +9,8 @@
 //!
 //! The private apt reads the mirror, its keys and the network settings from the machine's own
 //! configuration. Its package status is empty, so a root contains every library down to the C
-//! library and uses no files of the machine: [`program`] runs a root's programs with the root's
-//! own loader, for any Debian release.
+//! library and uses no files of the machine. [`program`] runs a root's programs with the root's own
+//! loader, whatever Debian release the root is from.
 //!
 //! Cached files are used without a network. Concurrent processes that need the same files fetch
 //! them once.
@@ -40,15 +40,15 @@ pub enum DebianError {
     NotDebian(String),
     /// The mirror's lists or packages could not be fetched.
     #[error(
-        "cannot fetch {what}: {output}\n(once fetched it is kept in {cache}, and no network is \
-         needed)"
+        "cannot fetch {what}: {output}\n(needs a network only once: the result is kept in \
+         {cache})"
     )]
     Fetch {
-        /// The packages, or the lists of a suite.
+        /// What was to be fetched: packages, or the package lists of a suite.
         what: String,
         /// apt's output.
         output: String,
-        /// The directory in which it would be cached.
+        /// The directory that caches the result.
         cache: PathBuf,
     },
     /// A tool of Debian's package management failed.
@@ -66,7 +66,7 @@ pub enum DebianError {
     #[error("{0} is not in {1}: Debian's packages have changed")]
     Missing(String, PathBuf),
     /// The cache cannot be read or written.
-    #[error("the cache, {0}")]
+    #[error("cannot read or write {0} in the cache")]
     Cache(PathBuf, #[source] io::Error),
 }
 

@@ -31,7 +31,7 @@ impl Qemu {
         }
     }
 
-    /// Returns a command that runs it; the caller adds the machine and devices. Without options
+    /// Returns a command that runs QEMU; the caller adds the machine and devices. Without options
     /// QEMU would open a window: start with `-nodefaults -nographic` or similar.
     #[must_use]
     pub fn command(&self) -> Command {
@@ -49,7 +49,7 @@ impl Qemu {
         command
     }
 
-    /// Returns its version, for instance "10.0.2".
+    /// Returns QEMU's version, for instance "10.0.2".
     ///
     /// # Errors
     /// QEMU does not run.

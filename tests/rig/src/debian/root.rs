@@ -14,7 +14,7 @@ use crate::cache;
 /// `/usr`. The packages are not configured: files that maintainer scripts would generate are
 /// missing.
 ///
-/// Fetches them if they are not in the cache, and never updates them.
+/// Fetches packages that are not in the cache. Never updates packages in the cache.
 ///
 /// # Errors
 /// There is no network, or no such package; see [`DebianError`].
@@ -49,9 +49,9 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     Ok(root)
 }
 
-/// Unpacks the archives that `download` puts into a given folder to `root`. If `root` exists,
-/// it is complete, because it is built in a temporary folder and then renamed. The caller holds
-/// the lock.
+/// Unpacks archives to `root`. `download` puts the archives into the folder that it receives. If
+/// `root` exists, it is complete, because it is built in a temporary folder and then renamed. The
+/// caller must hold the lock on the cache.
 pub(super) fn build(
     root: &Path,
     download: impl FnOnce(&Path) -> Result<(), DebianError>,
@@ -61,7 +61,8 @@ pub(super) fn build(
     let archives = aside.join("archives");
     download(&archives)?;
     let tree = aside.join("root");
-    // These links exist on every Debian since bookworm; older packages contain paths of both forms.
+    // Every Debian release since bookworm has these links into `/usr`. Older packages contain paths
+    // with and without `/usr`.
     for part in ["bin", "sbin", "lib", "lib64"] {
         let folder = tree.join("usr").join(part);
         fs::create_dir_all(&folder).map_err(at(&folder))?;
@@ -90,8 +91,8 @@ fn remove(folder: &Path) -> Result<(), DebianError> {
     }
 }
 
-/// Replaces `dpkg-deb --extract`, which, before trixie, replaces a link to a folder with a
-/// folder.
+/// Unpacks an archive. `dpkg-deb --extract` is not used because, before trixie, it replaces a link
+/// to a folder with a folder.
 fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
     let mut source = Command::new("dpkg-deb")
         .arg("--fsys-tarfile")
@@ -119,7 +120,7 @@ fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
 }
 
 /// Returns a command that runs the program `name` of `root` with the loader and the libraries of
-/// `root`. Files under fixed paths are still those of the machine.
+/// `root`. Absolute paths that the program opens are still paths of the machine.
 ///
 /// # Errors
 /// The root has no such program, or no loader (a static program needs none; run it directly).

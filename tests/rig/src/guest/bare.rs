@@ -7,7 +7,7 @@ use super::{Boot, Workload};
 /// Assembled by the build script from guest/bare.S.
 const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/bare.elf"));
 
-/// The marker before the parameters.
+/// The marker in the image that precedes the guest's parameters.
 const MARK: &[u8] = b"Dunlin rig guest";
 
 /// The guest-physical address of the first page.
@@ -20,7 +20,7 @@ pub(super) fn image(workload: &Workload) -> Vec<u8> {
     let mark = image
         .windows(MARK.len())
         .position(|bytes| bytes == MARK)
-        .expect("the build script assembled the guest with its mark");
+        .expect("the assembled guest contains the marker");
     let parameters = [
         FIRST,
         workload.pages,
@@ -41,7 +41,7 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     let path = folder.join("bare.elf");
     let options = [
         "-machine",
-        // The timer chip calibrates the clock; the guest uses none of the other devices.
+        // The guest calibrates its clock with the timer chip, and uses none of the other devices.
         "microvm,pit=on,pic=on,rtc=off",
         "-bios",
         "qboot.rom",

@@ -55,7 +55,7 @@ impl Initramfs {
             device.0,
             device.1,
             length(path.len() + 1),
-            0, // checksum, which this kind has none of
+            0, // no checksum in this format
         ];
         self.archive.extend_from_slice(b"070701");
         for number in header {

@@ -1,9 +1,9 @@
 //! Guests for hypervisors, which check their memory while they write to it.
 //!
-//! Both have the same workload and the same protocol on the serial line. [`Guest::Bare`] has no
-//! operating system and runs at privilege level 3 from the start, natively even under a KVM that
-//! emulates level 0 (`guest/bare.S`). [`Guest::Linux`] is a Debian kernel with the writer as its
-//! only process (`src/bin/rig-writer.rs`).
+//! Both guests have the same workload and the same protocol on the serial line. [`Guest::Bare`] has
+//! no operating system and runs at privilege level 3 from the start, so it runs natively even if
+//! KVM emulates level 0 (`guest/bare.S`). [`Guest::Linux`] is a Debian kernel with the writer as
+//! its only process (`src/bin/rig-writer.rs`).
 //!
 //! # The workload
 //!
@@ -20,7 +20,7 @@
 //! ```text
 //! ready PAGES HOT TICKS            the pages are filled; TICKS of the clock make a second
 //! beat VISITS PASSES               twenty times a second
-//! checked PAGES PASSES             all pages were looked at, as `c` on the line asks for
+//! checked PAGES PASSES             all pages were checked, after `c` was received
 //! wrong PAGE EXPECTED FOUND        a count or a signature; nothing comes after it
 //! ```
 
@@ -37,7 +37,7 @@ use crate::debian::Kernel;
 /// The initial content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Zeros; only visits write to a page.
+    /// Zeros, until a visit writes to the page.
     Zero,
     /// Incompressible data.
     Random,
@@ -52,17 +52,17 @@ pub enum Content {
 pub struct Workload {
     /// The size of the guest's memory in MiB; at most 2048.
     pub memory_mib: u32,
-    /// The number of pages that the guest fills and checks. At most the memory minus 4 MiB for
-    /// the bare guest, minus 128 MiB for Linux. The bare guest without pages reports that it is
-    /// ready and halts; nothing answers on its serial line.
+    /// The number of pages that the guest fills and checks. They may occupy all memory except 4 MiB
+    /// for the bare guest, or except 128 MiB for Linux. If the bare guest has no pages, it reports
+    /// that it is ready and halts. It then does not answer on its serial line.
     pub pages: u64,
-    /// The number of these pages to which the guest writes.
+    /// The number of hot pages. The guest writes to the first `hot` of its pages.
     pub hot: u64,
     /// Visits per second; `None` for as many as possible.
     pub rate: Option<u64>,
     /// The initial content of the pages.
     pub content: Content,
-    /// Distinguishes the contents of two guests.
+    /// A number that makes the page contents of two guests differ.
     pub seed: u64,
 }
 
@@ -119,7 +119,7 @@ pub(crate) struct Boot {
 }
 
 impl Guest {
-    /// How to start the guest with its files in `folder`.
+    /// Returns the files and options with which QEMU starts the guest. The files are in `folder`.
     pub(crate) fn boot(&self, workload: &Workload, folder: &std::path::Path) -> Boot {
         assert!(
             workload.hot <= workload.pages && workload.memory_mib <= 2048,
@@ -160,7 +160,7 @@ pub enum Line {
     },
     /// A page failed the check, and the guest has stopped.
     Wrong {
-        /// Its number.
+        /// The number of the page.
         page: u64,
         /// The expected count or signature.
         expected: u64,
@@ -170,8 +170,8 @@ pub enum Line {
 }
 
 impl Line {
-    /// Parses a line. Returns `None` for anything else, such as kernel messages or a line that
-    /// began on the serial line of another host.
+    /// Parses a line. Returns `None` for anything else, such as kernel messages, or the end of a
+    /// line that began on the other host before a migration.
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace();

@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use super::{Host, HostsError};
 
-/// The payload of the last datagram of a capture. Packets arrive in order: once it has been
-/// captured, so have all packets sent before it.
+/// The payload of the last datagram of a capture. Packets arrive in order, so all packets sent
+/// before this datagram are captured before it.
 const END: &[u8] = b"This datagram ends a capture of Dunlin's rig.";
 
 /// The port of the discard service (RFC 863), on which no program listens.
 const DISCARD: u16 = 9;
 
-/// The timeout for the last datagram, because the link may be cut.
+/// How long to wait for the last datagram. If the link is down, the datagram does not arrive.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A running tcpdump.
@@ -37,8 +37,8 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// Starts to write all packets of `interface`, complete, to `path` (pcap); `peer` is an address
-    /// reachable through it. Returns when the capture has started.
+    /// Starts to write all packets of `interface`, untruncated, to `path` (pcap). `peer` is an
+    /// address that is reachable through the interface. Returns when the capture has started.
     pub(super) fn start(
         host: &Host,
         interface: &str,
@@ -95,19 +95,20 @@ impl Capture {
                 return Err(failed(said));
             }
         }
-        // tcpdump prints little more; the pipe buffers it until the end.
+        // tcpdump's further messages are short, so the pipe can buffer them until the capture ends.
         capture.child.stderr = Some(messages.into_inner());
         Ok(capture)
     }
 
-    /// Ends the capture. The file then holds all packets sent before, followed by one datagram of
-    /// the capture itself.
+    /// Ends the capture. The file then contains all packets sent before this call, followed by the
+    /// datagram that marks the end.
     ///
     /// # Errors
     /// The file could not be written.
     pub fn stop(mut self) -> Result<PathBuf, HostsError> {
         self.ending.store(true, Ordering::Release);
-        // An interface that is down sends nothing and has no packets in flight.
+        // If the send fails, the interface is down and no packets are in flight, so there is
+        // nothing to wait for.
         if self.socket.send(END).is_ok() {
             let _ = self.ended.recv_timeout(TIMEOUT);
         }
@@ -134,7 +135,8 @@ impl Drop for Capture {
     }
 }
 
-/// Copies packets to the file. Once `ending` is set, reports when the last datagram is among them.
+/// Copies packets to the file. Once `ending` is set, searches them for the last datagram and
+/// reports on `ended` when it is found.
 fn write(
     mut from: ChildStdout,
     mut to: File,
@@ -142,7 +144,7 @@ fn write(
     ended: &SyncSender<()>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; 1 << 16];
-    // The end of the previous data: the datagram may span two reads.
+    // Keep the end of the previous data, because the datagram may span two reads.
     let mut seen = Vec::new();
     loop {
         let count = from.read(&mut buffer)?;
@@ -151,7 +153,7 @@ fn write(
         }
         to.write_all(&buffer[..count])?;
         seen.extend_from_slice(&buffer[..count]);
-        // Search only now, because searching takes longer than copying.
+        // Search only after `ending` is set, because searching takes longer than copying.
         if ending.load(Ordering::Acquire) && seen.windows(END.len()).any(|bytes| bytes == END) {
             let _ = ended.try_send(());
         }

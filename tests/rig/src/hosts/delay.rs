@@ -1,4 +1,4 @@
-//! A link's delay: packets from one host arrive at the other later.
+//! A link's delay: the time between the sending and the arrival of each packet.
 //!
 //! One thread has a TUN device at each end of the link and forwards whole packets. TCP runs only
 //! on the two hosts, and sees the round-trip time of a long link.
@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use crate::linux::tun::{PACKET_BYTES, Tun};
 use dunlin_linux::poll::{Interest, Waker, poll, waker};
 
-/// The maximum number of bytes in flight in one direction: 10 Gbit/s for 50 ms. Further packets are
-/// dropped.
+/// The maximum number of bytes in flight in one direction. It is enough for 10 Gbit/s with a delay
+/// of 50 ms. Further packets are dropped.
 const UNDER_WAY_BYTES: usize = 64 << 20;
 
-/// The number of packets read from one side before the other side gets a turn.
+/// The number of packets that the thread reads in one direction before it serves the other
+/// direction.
 const BURST: usize = 64;
 
 /// The forwarding thread. Dropping it ends the thread and removes both devices.
@@ -59,7 +60,8 @@ impl Delay {
                     let Ok(ready) = poll(&interests, wait) else {
                         return;
                     };
-                    // A device that is down reports errors permanently; in this case wait briefly.
+                    // poll(2) reports a device that is down as ready, but no packet can be read
+                    // from it. Wait briefly, so that the loop does not occupy a CPU.
                     let taken = usize::from(ready[0]) * there.take(&near)
                         + usize::from(ready[1]) * back.take(&far);
                     if taken == 0 && (ready[0] || ready[1]) {
@@ -126,7 +128,7 @@ impl OneWay {
     /// Delivers packets that are due. If a host's interface is down, the packets are lost.
     fn deliver(&mut self, now: Instant, to: &Tun) {
         while self.due().is_some_and(|due| due <= now) {
-            let (_, packet) = self.packets.pop_front().expect("one is due");
+            let (_, packet) = self.packets.pop_front().expect("a packet is due");
             self.bytes -= packet.len();
             let _ = to.send(&packet);
         }

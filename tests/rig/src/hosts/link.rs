@@ -65,7 +65,7 @@ struct End {
 }
 
 impl Link {
-    /// Connects two hosts. They may have several links.
+    /// Connects two hosts. A pair of hosts may have several links.
     ///
     /// # Errors
     /// Privileges or a tool are missing, or this process has more than 250 links.
@@ -166,7 +166,7 @@ impl Link {
                     .args(arguments))
             };
             let Some(rate) = rate_bits else {
-                // Fails if there was no limit.
+                // Ignore an error: the command fails if there was no limit.
                 let _ = tc(&["delete", "dev", interface, "root"]);
                 continue;
             };
@@ -219,7 +219,8 @@ impl Link {
             },
         ) in self.ends.iter().enumerate()
         {
-            // Drop at the receiving end, because a sender would see its own packets dropped.
+            // Drop the packets at the receiving end. If a host dropped its own outgoing packets,
+            // the sender would get an error.
             let arriving = [Direction::Back, Direction::There][index];
             if direction != arriving && direction != Direction::Both {
                 continue;
@@ -261,7 +262,8 @@ impl Link {
                 "dev",
                 interface,
             ])?;
-            // An interface that goes down loses its IPv6 addresses and all neighbours.
+            // Restore what an interface loses when it goes down: its IPv6 addresses here, and its
+            // neighbour entries below.
             ip(&[
                 "address",
                 "replace",
@@ -271,8 +273,9 @@ impl Link {
                 "nodad",
             ])?;
             if self.delay.is_none() {
-                // Static neighbour entries: on a link that swallows packets a lookup would fail and
-                // report an error that a longer path would not report.
+                // Use static neighbour entries. Otherwise, on a link that drops all packets, the
+                // lookup of the neighbour would fail, and the sender would get an error that it
+                // would not get on a path with routers.
                 let other = &self.ends[1 - index];
                 for address in [IpAddr::from(other.v4), IpAddr::from(other.v6)] {
                     ip(&[
@@ -316,7 +319,8 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // A TUN device ends with the thread that holds it, a veth pair with either end.
+        // TUN devices are removed when the forwarding thread ends. Deleting one end of a veth pair
+        // removes both.
         if self.delay.is_none() {
             let End {
                 namespace,

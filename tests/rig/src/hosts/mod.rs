@@ -14,9 +14,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Dropping a host ends all processes in it. The hosts of a killed process remain; the first host
-//! of every process removes those with a dead maker. The name of a namespace contains its maker's
-//! process ID and start time.
+//! Dropping a host ends all processes in it. The hosts of a killed process remain. When a process
+//! creates its first host, it removes the hosts of processes that have ended. To make that
+//! possible, the name of a namespace contains the process ID and start time of the process that
+//! created it.
 
 mod capture;
 mod delay;
@@ -42,7 +43,9 @@ use dunlin_test_base::maker::{Maker, kill};
 #[derive(Debug, Error)]
 pub enum HostsError {
     /// A program is missing, or lacks privileges.
-    #[error("`{command}`: {output} (hosts need root, network namespaces, `ip`, `nft`, `tcpdump`)")]
+    #[error(
+        "`{command}` failed: {output} (hosts need root, network namespaces, `ip`, `nft`, `tcpdump`)"
+    )]
     Command {
         /// The program and its arguments.
         command: String,
@@ -54,7 +57,7 @@ pub enum HostsError {
     Kernel(String, #[source] io::Error),
 }
 
-/// One host: its own network namespace, with its loopback up.
+/// A host: a network namespace of its own, in which the loopback interface is up.
 #[derive(Debug)]
 pub struct Host {
     namespace: String,
@@ -101,8 +104,8 @@ impl Host {
     }
 
     /// Returns a command that runs `command` on this host, with its arguments, environment and
-    /// directory. Set its standard streams again. The spawned child's process ID is that of the
-    /// program.
+    /// directory. The standard streams are not copied; set them on the returned command. The
+    /// spawned child's process ID is that of the program.
     #[must_use]
     pub fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("ip");
@@ -122,8 +125,8 @@ impl Host {
         inside
     }
 
-    /// Runs `task` in a thread on this host. Sockets created by it belong to this host wherever
-    /// they are used.
+    /// Runs `task` in a thread on this host. The sockets that the task creates belong to this host,
+    /// even if other threads use them.
     ///
     /// # Errors
     /// The namespace cannot be entered.
@@ -139,8 +142,8 @@ impl Drop for Host {
     }
 }
 
-/// Removes the hosts of dead processes, with all processes in them, and returns their names. Hosts
-/// of live processes and other programs' namespaces stay.
+/// Removes the hosts of dead processes, with all processes in them, and returns their names. Keeps
+/// the hosts of live processes and the namespaces of other programs.
 pub fn sweep() -> Vec<String> {
     let names: Vec<String> = fs::read_dir("/run/netns")
         .into_iter()
@@ -157,13 +160,14 @@ pub fn sweep() -> Vec<String> {
 /// Removes a namespace, and kills the processes in it.
 fn remove(namespace: &str) {
     let Ok(file) = fs::metadata(Path::new("/run/netns").join(namespace)) else {
-        // Another sweeping process has removed it.
+        // Another process has removed it.
         return;
     };
-    // Delete the name before listing processes, so that no further process can enter. The name may
-    // be gone already.
+    // Delete the name before listing processes, so that no further process can enter. Ignore an
+    // error: another process may have deleted the name.
     let _ = ip(&["netns", "delete", namespace]);
-    // A killed process may still be listed once, and a process that is starting may be listed late.
+    // Repeat, because a killed process may be listed once more, and a process that is starting may
+    // be listed late.
     for _ in 0..8 {
         let ids = inside(namespace, file.ino());
         if ids.is_empty() {
@@ -174,11 +178,11 @@ fn remove(namespace: &str) {
 }
 
 /// Returns the processes in a namespace, and those that [`Host::enter`] has started and that are
-/// about to enter it. Checks first for those that are about to enter, because they may be inside
-/// afterwards.
+/// about to enter it. Looks for the latter first, because they may have entered when it looks for
+/// the former.
 fn inside(namespace: &str, inode: u64) -> Vec<String> {
     let entering = format!("ip\0netns\0exec\0{namespace}\0");
-    // This process is not inside, but one of its threads may be.
+    // Exclude this process. It is not in the namespace, but one of its threads may be.
     let own = std::process::id().to_string();
     fs::read_dir("/proc")
         .into_iter()

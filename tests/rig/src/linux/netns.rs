@@ -8,8 +8,8 @@ use std::thread;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// Runs `task` in a new thread inside the network namespace `namespace` (a file of `/run/netns`).
-/// Sockets and TUN devices created by it stay in that namespace wherever they are used; the rest of
-/// the process is not affected.
+/// The sockets and TUN devices that the task creates stay in that namespace, even if other threads
+/// use them. The rest of the process is not affected.
 ///
 /// # Errors
 /// An error from setns(2): not a namespace, or missing privileges.

@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// The value of `SO_RCVBUFFORCE` in bytes: room for the packets that a test sends before it reads
-/// them.
+/// The value of `SO_RCVBUFFORCE` in bytes. The buffer must be large enough for the packets that a
+/// test sends before it reads them.
 const ROOM: libc::c_int = 128 << 20;
 /// Longer than any frame, including unsegmented ones.
 const LONGEST: usize = 128 << 10;
@@ -156,7 +156,7 @@ impl Packets {
     /// # Errors
     /// An error from getsockopt(2).
     pub fn lost(&self) -> io::Result<u32> {
-        // struct tpacket_stats: packets, drops.
+        // The fields of struct tpacket_stats: packets and drops.
         let mut statistics = [0_u32; 2];
         let mut length = size_of_val(&statistics) as libc::socklen_t;
         // SAFETY: `statistics` and `length` are initialised, outlive the call and are borrowed

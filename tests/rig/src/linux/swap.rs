@@ -4,8 +4,8 @@ use std::io;
 
 use vm_memory::VolatileSlice;
 
-/// Asks the kernel to swap out `memory`, which consists of whole pages. It may skip some pages,
-/// such as those that another CPU has just accessed.
+/// Asks the kernel to swap out `memory`, which consists of whole pages. The kernel may skip some
+/// pages, such as those that another CPU has just accessed.
 ///
 /// # Errors
 /// An error from madvise(2).

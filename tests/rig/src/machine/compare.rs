@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{Machine, MachineError, QmpError, at, read_full};
 
-/// The size of a piece of memory; it bounds the size of the temporary files.
+/// The size of the pieces in which memory is compared. It limits the size of the temporary files.
 const PIECE_BYTES: u64 = 32 << 20;
 
 pub(super) fn first_difference(
@@ -15,7 +15,7 @@ pub(super) fn first_difference(
 ) -> Result<Option<u64>, MachineError> {
     for machine in [&mut *one, &mut *other] {
         if machine.runs()? {
-            let refusal = "memory is compared while both guests are paused";
+            let refusal = "memory can be compared only while both guests are paused";
             return Err(
                 QmpError::Refused("first_difference".to_owned(), refusal.to_owned()).into(),
             );
@@ -33,7 +33,7 @@ pub(super) fn first_difference(
     Ok(None)
 }
 
-/// Saves a piece of memory to a file. The file has no name and exists while it is open.
+/// Saves a piece of memory to a file. The file has no name, so it exists only while it is open.
 fn save(machine: &mut Machine, start: u64, bytes: u64) -> Result<File, MachineError> {
     let path = machine.scratch.join("memory");
     machine.qmp().execute(

@@ -15,7 +15,8 @@ use super::{MachineError, at};
 use dunlin_test_base::Scratch;
 
 /// The group ffdhe2048 (RFC 7919, appendix A.1). Without a file of Diffie-Hellman parameters, QEMU
-/// generates some each time it loads the credentials of a server: up to a second.
+/// generates parameters each time it loads the credentials of a server, which takes up to a
+/// second.
 const DH_PARAMETERS: &str = "-----BEGIN DH PARAMETERS-----
 MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
 +8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a

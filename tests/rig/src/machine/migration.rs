@@ -13,9 +13,11 @@ use super::{Machine, MachineError, TIMEOUT};
 pub struct Migration {
     /// The address on which the destination listens: `tcp:ADDRESS:PORT` or `unix:PATH`.
     pub listen: String,
-    /// The address to which the source connects: the same, or that of a proxy.
+    /// The address to which the source connects: the address on which the destination listens, or
+    /// that of a proxy.
     pub connect: String,
-    /// The number of multifd connections; `None` sends all memory over the main one.
+    /// The number of multifd connections. With `None`, all memory is sent over the main
+    /// connection.
     pub multifd: Option<u8>,
     /// The folder with the certificates of both sides ([`super::Credentials`]), and the
     /// destination's name that the source verifies.
@@ -27,7 +29,8 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// One plain connection without a limit, with QEMU's own downtime limit.
+    /// A migration over one unencrypted connection, without a bandwidth limit and with QEMU's
+    /// default downtime limit.
     #[must_use]
     pub fn tcp(address: SocketAddr) -> Self {
         Self::through(&format!("tcp:{address}"), &format!("tcp:{address}"))
@@ -136,7 +139,8 @@ pub fn begin(
     source
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
-    // Skips events of earlier attempts; QEMU reports the failure of some of them twice.
+    // This also skips events of earlier attempts, because QEMU reports the failure of some
+    // attempts twice.
     source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "setup"
     })?;
@@ -185,7 +189,7 @@ pub fn cancel(source: &mut Machine) -> Result<(), MachineError> {
         Ok(()) => Err(MachineError::Migration {
             side: "source",
             status: "completed".to_owned(),
-            reason: "it was too late to cancel it".to_owned(),
+            reason: "it was too late to cancel the migration".to_owned(),
         }),
         Err(other) => Err(other),
     }

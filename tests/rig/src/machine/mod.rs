@@ -50,16 +50,16 @@ use dunlin_test_base::Scratch;
 /// The time limit for every wait, sufficient on a busy machine and under emulation.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Executes the guest's instructions.
+/// What executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
-    /// The processor.
+    /// The processor, through KVM.
     Kvm,
-    /// QEMU's emulation.
+    /// QEMU's emulation (TCG).
     Tcg,
 }
 
-/// The configuration of a machine; both ends of a migration use the same.
+/// The configuration of a machine. Both ends of a migration use the same configuration.
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// The hypervisor.
@@ -68,7 +68,7 @@ pub struct Setup {
     pub guest: Guest,
     /// What the guest does.
     pub workload: Workload,
-    /// What runs it.
+    /// What executes the guest's instructions.
     pub accelerator: Accelerator,
     /// Additional options for QEMU.
     pub options: Vec<String>,
@@ -95,41 +95,41 @@ pub enum MachineError {
     #[error("{0}")]
     Local(PathBuf, #[source] std::io::Error),
     /// The machine did not answer as expected.
-    #[error("QEMU on its control socket")]
+    #[error("an error on QEMU's control socket")]
     Qmp(#[from] QmpError),
     /// QEMU failed a command: it refused, did not answer, or ended.
-    #[error("{command}: QEMU {state}\nmessages: {messages:?}")]
+    #[error("{command} failed; QEMU {state}\nmessages: {messages:?}")]
     Command {
         /// The command's name.
         command: String,
-        /// How QEMU ended, or what its threads did.
+        /// QEMU's exit status, or the states of its threads.
         state: String,
         /// QEMU's errors and warnings.
         messages: String,
-        /// The failure.
+        /// The error of the control socket.
         #[source]
         source: QmpError,
     },
     /// An expected line did not arrive.
-    #[error("no {what} from the guest within {TIMEOUT:?}; last it said:\n{said}")]
+    #[error("no {what} from the guest within {TIMEOUT:?}; its last lines:\n{said}")]
     Silent {
-        /// The expected line, or the end.
+        /// A description of the expected line.
         what: &'static str,
-        /// Its last lines, and QEMU's messages.
+        /// The guest's last lines, and QEMU's messages.
         said: String,
     },
     /// The guest found a page with unexpected contents.
-    #[error("the guest found page {page} wrong: {found:#x} instead of {expected:#x}")]
+    #[error("the guest found {found:#x} instead of {expected:#x} in page {page}")]
     Wrong {
         /// The page's number in the workload.
         page: u64,
-        /// Its count or signature.
+        /// The expected count or signature of the page.
         expected: u64,
-        /// What was found.
+        /// The count or signature that the guest found.
         found: u64,
     },
     /// A migration ended without completing.
-    #[error("the migration at the {side} ended as {status}: {reason}")]
+    #[error("the migration at the {side} ended with status {status}: {reason}")]
     Migration {
         /// "source" or "destination".
         side: &'static str,
@@ -155,7 +155,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Starts the guest on `host`, or outside any host.
+    /// Starts the guest on `host`, or outside any host if `host` is `None`.
     ///
     /// # Errors
     /// QEMU does not start; see [`MachineError`].
@@ -243,13 +243,13 @@ impl Machine {
         })
     }
 
-    /// Its control socket.
+    /// QEMU's control socket.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp
     }
 
-    /// Executes a command and returns its result. If that fails, the error has what is needed to
-    /// find the cause: the state of QEMU's threads, its exit status and its messages.
+    /// Executes a command and returns its result. If the command fails, the error contains QEMU's
+    /// messages, and its exit status or the states of its threads.
     ///
     /// # Errors
     /// See [`MachineError::Command`].
@@ -264,8 +264,9 @@ impl Machine {
             })
     }
 
-    /// How QEMU ended, or what its threads did after `failure`. A QEMU that has closed its control
-    /// socket is ending; killing it does not change its exit status, but bounds the wait.
+    /// Returns QEMU's exit status, or the states of its threads if it still runs after `failure`.
+    /// If QEMU has closed its control socket, it is about to exit. Killing it then bounds the wait
+    /// and does not change the exit status.
     fn state(&mut self, failure: &QmpError) -> String {
         let closed =
             matches!(failure, QmpError::Socket(_, error) if error.kind() != ErrorKind::TimedOut);
@@ -278,7 +279,7 @@ impl Machine {
         if let Some(status) = ended {
             return format!("ended with {status}");
         }
-        let mut threads = String::from("runs, its threads are");
+        let mut threads = String::from("is running; the states of its threads:");
         let tasks = format!("/proc/{}/task", self.process());
         for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
             let read = |file| fs::read_to_string(task.path().join(file)).unwrap_or_default();
@@ -304,7 +305,7 @@ impl Machine {
         self.wait_line("ready", |line| matches!(line, Line::Ready { .. }))
     }
 
-    /// The guest's next report: visits and passes.
+    /// Waits for the guest's next report. Returns the numbers of visits and passes so far.
     ///
     /// # Errors
     /// The guest prints nothing, or reports a wrong page.

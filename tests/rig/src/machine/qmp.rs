@@ -12,7 +12,8 @@ use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// The timeout for a reply. QEMU replies immediately, except after saving a piece of memory.
+/// The timeout for a reply. QEMU replies immediately, except to a command that saves a piece of
+/// memory.
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// An error of QEMU's control socket.
@@ -28,7 +29,7 @@ pub enum QmpError {
     #[error("QEMU refuses {0}: {1}")]
     Refused(String, String),
     /// A line is not a JSON object.
-    #[error("QEMU said {0:?}")]
+    #[error("line from QEMU is not a JSON object: {0:?}")]
     Syntax(String),
 }
 
@@ -60,7 +61,7 @@ impl Qmp {
                 Err(error) if ended() || Instant::now() >= deadline => {
                     return Err(QmpError::Socket(socket.display().to_string(), error));
                 }
-                // There is no event for the start of another program's listener.
+                // No event reports that another program has begun to listen, so poll.
                 Err(_) => thread::sleep(Duration::from_millis(5)),
             }
         };
@@ -69,7 +70,7 @@ impl Qmp {
             partial: Vec::new(),
             events: VecDeque::new(),
         };
-        qmp.read("its greeting", Instant::now() + ANSWER)?;
+        qmp.read("the greeting", Instant::now() + ANSWER)?;
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
@@ -111,8 +112,8 @@ impl Qmp {
     pub fn give(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<(), QmpError> {
         let mut line = json!({"execute": "getfd", "arguments": {"fdname": name}}).to_string();
         line.push('\n');
-        // QEMU expects the descriptor with the bytes that it reads; a line this short is sent in
-        // one piece.
+        // QEMU expects the descriptor together with the first bytes of the command. A line this
+        // short is sent in one piece.
         fdpass::send(self.stream.get_ref(), line.as_bytes(), &[descriptor])
             .map_err(|error| QmpError::Socket("getfd".to_owned(), error))?;
         self.answer("getfd").map(|_| ())

@@ -10,12 +10,12 @@ use crate::plan::MS;
 use crate::tally::{FaultKind, Passage};
 use crate::world::World;
 
-/// How long the destination waits for a new control lane during pre-copy:
-/// longer than the source retries.
+/// How long the destination waits for a new control lane during pre-copy. The limit is longer than
+/// the time for which the source tries to open one.
 const RESUME_LIMIT_NS: u64 = 3000 * MS;
 
 impl World<'_> {
-    /// A reader has read a packet.
+    /// The reader of a control lane has read a packet.
     pub(crate) fn destination_reads(&mut self, connection: usize, packet: Packet) {
         self.destination
             .inboxes
@@ -33,7 +33,10 @@ impl World<'_> {
             Packet::Describe => self.described(connection),
             Packet::Message(message) => self.destination_hears(connection, message),
             Packet::Closed => self.control_closed(connection),
-            other => self.violate("sim", format!("the destination was sent {other:?}")),
+            other => self.violate(
+                "sim",
+                format!("the destination received {other:?} on a control lane"),
+            ),
         }
     }
 
@@ -69,7 +72,7 @@ impl World<'_> {
         }
     }
 
-    /// Repeats on the new control lane what the source may have missed.
+    /// Repeats on the new control lane the messages that the source may not have received.
     fn resume(&mut self) {
         if self.repeats() {
             for message in std::mem::take(&mut self.session().said) {
@@ -84,7 +87,7 @@ impl World<'_> {
         }
     }
 
-    /// Starts a new attempt, if possible.
+    /// Starts a new attempt, if the destination can accept one.
     fn described(&mut self, connection: usize) {
         let Some((attempt, epoch)) = self.destination.pending.remove(&connection) else {
             return;
@@ -124,7 +127,7 @@ impl World<'_> {
         self.send(connection, Side::Source, Packet::Message(refusal));
     }
 
-    /// The end of a control lane.
+    /// Handles the end of a control lane.
     fn control_closed(&mut self, connection: usize) {
         self.close(connection, Side::Destination, false);
         self.destination.pending.remove(&connection);
@@ -182,7 +185,7 @@ impl World<'_> {
         }
     }
 
-    /// Answers which side runs the VM
+    /// Answers an inquiry about which side runs the VM.
     fn asked(&mut self, connection: usize, attempt: u32) {
         let misrouted = FaultKind::InquiryMisrouted;
         if attempt > 1 && self.armed.remove(&misrouted) {
@@ -240,7 +243,7 @@ impl World<'_> {
         read
     }
 
-    /// Processes a packet that the old control lane's reader had read.
+    /// Processes a packet that the old control lane's reader had read before the lane was closed.
     pub(super) fn drained(&mut self, packet: Packet) {
         self.say(|| format!("destination: drains {packet:?}"));
         match packet {

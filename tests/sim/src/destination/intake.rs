@@ -9,11 +9,11 @@ use crate::network::{Packet, Side};
 use crate::plan::MS;
 use crate::world::World;
 
-/// Acknowledgements are collected for this long.
+/// How long the destination collects acknowledgements before it sends them.
 const REPORT_DELAY_NS: u64 = 3 * MS;
 
 impl World<'_> {
-    /// The first packet on a data lane's connection.
+    /// Handles the first packet on a data lane's connection.
     pub(crate) fn lane_opening(&mut self, connection: usize, packet: Packet) {
         if let Packet::Open { attempt, lane } = packet {
             self.destination
@@ -87,7 +87,7 @@ impl World<'_> {
         self.destination_wakes(REPORT_DELAY_NS);
     }
 
-    /// No event: checks the clock.
+    /// Checks the deadlines. Called when there is no input to process.
     pub(super) fn destination_waits(&mut self) {
         let now_ns = self.now_ns;
         let Some(session) = &mut self.destination.session else {
@@ -111,7 +111,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether everything has arrived.
+    /// If everything has arrived, reports that to the state machine.
     pub(super) fn may_be_complete(&mut self) {
         let Some(session) = &mut self.destination.session else {
             return;

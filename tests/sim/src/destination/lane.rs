@@ -24,7 +24,7 @@ enum Does {
         written: usize,
     },
     WaitsAtMark(u32),
-    /// To be joined.
+    /// The thread has ended and must be joined.
     Ended,
 }
 
@@ -76,7 +76,7 @@ impl World<'_> {
         }
     }
 
-    /// The connection is closed while the thread uses it.
+    /// Closes a lane's connection while the lane's thread uses it.
     pub(super) fn close_lane(&mut self, number: u16) {
         if let Some(lane) = self.session().lanes.get(&number) {
             let connection = lane.connection;
@@ -201,7 +201,7 @@ impl World<'_> {
     /// Writes a third of a chunk's pages.
     fn receiver_writes(&mut self, number: u16, closing: bool) -> Result<(), CourseError> {
         if closing && self.random.chance(40) {
-            // The rest of the chunk had not arrived.
+            // The rest of the chunk had not arrived when the lane was closed.
             self.receiver_ends(number);
             return Ok(());
         }

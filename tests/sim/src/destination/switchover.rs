@@ -1,4 +1,4 @@
-//! The actions of the destination's machine.
+//! The actions that the destination's state machine requests.
 
 use dunlin_proto::control::{Accept, Message, Verdict};
 use dunlin_proto::fault::FaultCode;
@@ -78,7 +78,7 @@ impl World<'_> {
         self.session().doing = Some((until_ns, doing));
     }
 
-    /// The main thread's blocking call has returned.
+    /// Continues after the main thread's blocking call has returned.
     pub(super) fn destination_has_done(&mut self, doing: Doing) {
         use DestinationEvent as On;
         let event = match doing {
@@ -92,7 +92,7 @@ impl World<'_> {
                     On::RecordFailed
                 }
             }
-            // Each of the three operations fails if the plan contains that failure.
+            // Each of the three operations fails if the plan contains its failure.
             Doing::Loads if self.vmm_fails(0) => On::Failed,
             Doing::Acquires if self.vmm_fails(1) => On::Failed,
             Doing::Resumes if self.vmm_fails(2) => {

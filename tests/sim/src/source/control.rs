@@ -11,7 +11,7 @@ use crate::world::World;
 
 /// Timeout for the answer to an offer or an inquiry.
 const ANSWER_LIMIT_NS: u64 = 900 * MS;
-/// How long pre-copy continues without a control lane.
+/// How long pre-copy continues without a control lane before the source gives up.
 const RESUME_LIMIT_NS: u64 = 2000 * MS;
 
 /// State of the control lane.
@@ -72,7 +72,7 @@ impl World<'_> {
         }
     }
 
-    /// Timed steps of the link.
+    /// Executes steps of the control lane that are due at this time.
     pub(super) fn link_waits(&mut self) {
         let now_ns = self.now_ns;
         match self.attempt().link {
@@ -114,7 +114,7 @@ impl World<'_> {
         self.source_feeds(SourceEvent::ControlLost);
     }
 
-    /// The control lane is lost.
+    /// Handles the loss of the control lane.
     fn link_lost(&mut self) {
         let now_ns = self.now_ns;
         let link = self.attempt().link;
@@ -168,7 +168,10 @@ impl World<'_> {
                     self.violate("accused", error.to_string());
                 }
             }
-            other => self.violate("sim", format!("the source was sent {other:?}")),
+            other => self.violate(
+                "sim",
+                format!("the source received {other:?} on a control lane"),
+            ),
         }
     }
 
@@ -273,7 +276,8 @@ impl World<'_> {
             _ => End::KeptAfterDoubt,
         };
         if verdict == Verdict::NoRecord && doubted {
-            let text = "the destination has forgotten what the source still asks".into();
+            let text =
+                "the destination has forgotten a session about which the source still asks".into();
             self.violate("I2", text);
         }
         self.source_feeds(event);

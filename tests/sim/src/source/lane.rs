@@ -16,7 +16,7 @@ pub(crate) struct Lane {
     does: Does,
     /// Whether the connection was cut, or detected as dead.
     broken: bool,
-    /// Whether a step of it is due.
+    /// Whether a step of the lane's thread is scheduled.
     awake: bool,
     frames: u64,
     plan: ChunkPlan,
@@ -63,7 +63,7 @@ impl World<'_> {
         self.at(at_ns, Event::SourceLane { life, lane: number });
     }
 
-    /// The main thread cuts the lane's connection, so that its thread ends.
+    /// The main thread closes the lane's connection, so that the lane's thread ends.
     pub(super) fn cut_lane(&mut self, number: u16) {
         let Some(lane) = self.attempt().lanes.get_mut(&number) else {
             return;
@@ -141,7 +141,7 @@ impl World<'_> {
 
     fn lane(&mut self, number: u16) -> &mut Lane {
         let lane = self.attempt().lanes.get_mut(&number);
-        lane.expect("a step of a lane begins by looking for it")
+        lane.expect("each step of a lane first checks that the lane exists")
     }
 
     /// The thread continues after `after_ns`.
@@ -236,7 +236,7 @@ impl World<'_> {
         lane.read.extend(read);
         let is_read = lane.read.len() as u64 == lane.plan.pages;
         if is_read && lane.random.chance(25) {
-            // Some pages were zero, so the chunk is extended.
+            // Some pages were zero, so the chunk has room for further pages.
             self.extend_chunk(number, readings);
         }
         let lane = self.lane(number);
@@ -283,7 +283,7 @@ impl World<'_> {
             return;
         };
         if self.connections[connection].is_full() {
-            // Woken when there is room.
+            // An event wakes the thread when there is room.
             return;
         }
         let lane = self.lane(number);

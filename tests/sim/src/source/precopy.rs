@@ -11,15 +11,15 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// Minimum duration of an iteration.
+/// The minimum duration of an iteration.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
-/// After this time without a fault, no thread may still be waiting because of a fault.
+/// If no fault was active for this time, no thread may still be waiting because of a fault.
 const UNDISTURBED_NS: u64 = 10_000 * MS;
-/// Fixed costs of the switchover.
+/// The part of the switchover's duration that does not depend on the number of pages.
 const FIXED_NS: u64 = 20 * MS;
 
 impl World<'_> {
-    /// *accept* has arrived: memory starts to move.
+    /// Starts to send memory, because *accept* has arrived.
     pub(super) fn begin_copying(&mut self) {
         let now_ns = self.now_ns;
         self.moment(Moment::Copying);
@@ -35,7 +35,7 @@ impl World<'_> {
         attempt.passes.began_ns = now_ns;
     }
 
-    /// When the main thread must wake without an event.
+    /// The time at which the main thread must wake even without an event.
     pub(super) fn source_due_ns(&self) -> Option<u64> {
         let attempt = self.source.attempt.as_ref()?;
         let lanes = self.copies().then(|| attempt.sending.due_ns()).flatten();
@@ -63,7 +63,7 @@ impl World<'_> {
         .min()
     }
 
-    /// No event: checks the clock.
+    /// Checks the deadlines. Called when there is no input to process.
     pub(super) fn source_waits(&mut self) {
         let now_ns = self.now_ns;
         self.link_waits();
@@ -81,7 +81,7 @@ impl World<'_> {
         {
             attempt.closing = None;
             if now_ns > self.disturbed_until_ns + UNDISTURBED_NS {
-                let text = "the last pages do not arrive, though nothing goes wrong".into();
+                let text = "the last pages do not arrive, although no fault is active".into();
                 self.violate("liveness", text);
             }
             self.source_feeds(SourceEvent::Failed);
@@ -163,7 +163,7 @@ impl World<'_> {
         self.wake_lanes();
     }
 
-    /// The guest is paused: the last iteration.
+    /// Starts the last iteration, because the guest is paused.
     pub(super) fn last_pages(&mut self) {
         let now_ns = self.now_ns;
         let log = self.source.guest.as_mut().map(|guest| guest.fetch());
@@ -178,8 +178,7 @@ impl World<'_> {
         self.wake_lanes();
     }
 
-    /// Sends *final* once everything is sent, and again if a lane is fenced
-    /// after it.
+    /// Sends *final* once everything else is sent. Sends it again if a lane is fenced afterwards.
     pub(super) fn may_be_final(&mut self) {
         let Some(attempt) = &mut self.source.attempt else {
             return;
@@ -233,7 +232,7 @@ impl World<'_> {
         repeats
     }
 
-    /// The source's last message to the destination when it leaves the attempt.
+    /// Sends the source's last message to the destination when the source leaves the attempt.
     pub(super) fn farewell(&mut self) {
         self.source_says(Message::Cancel {
             fault: dunlin_proto::fault::FaultCode::Cancelled,

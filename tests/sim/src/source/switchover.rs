@@ -1,4 +1,4 @@
-//! The actions of the source's machine.
+//! The actions that the source's state machine requests.
 
 use dunlin_proto::control::Message;
 use dunlin_proto::journal::SourceRecord;
@@ -9,7 +9,7 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, FaultKind, Passage};
 use crate::world::{Event, World};
 
-/// Delay of an operator's decision.
+/// How long the operator takes to decide.
 const OPERATOR_NS: u64 = 200 * MS;
 /// Timeout from *commit* to *running*.
 const RUNNING_LIMIT_NS: u64 = 1200 * MS;
@@ -65,7 +65,7 @@ impl World<'_> {
         self.attempt().doing = Some((until_ns, doing));
     }
 
-    /// The main thread's blocking call has returned.
+    /// Continues after the main thread's blocking call has returned.
     pub(super) fn source_has_done(&mut self, doing: Doing) {
         if self.source.journal.fails {
             self.struck.insert(FaultKind::SourceJournalFails);

@@ -32,17 +32,18 @@ pub(super) struct Socket {
     pub(super) said: u64,
     /// Bytes read by the tunnel.
     pub(super) read: u64,
-    /// Whether the tunnel has read the end.
+    /// Whether the tunnel has read the end of the stream.
     pub(super) ended: bool,
     /// Bytes written by the tunnel.
     pub(super) written: u64,
     /// Bytes received by the program.
     pub(super) taken: u64,
     pub(super) shut: bool,
-    /// Whether the tunnel may read it.
+    /// Whether the socket is connected, so that the tunnel may read it.
     pub(super) open: bool,
     pub(super) over: Option<Over>,
-    /// Whether an event to receive more, or to send more, is scheduled.
+    /// Whether an event is scheduled in which the program receives more (`takes`) or sends more
+    /// (`says`).
     pub(super) takes: bool,
     pub(super) says: bool,
 }
@@ -69,7 +70,7 @@ impl Socket {
         self.said - self.read
     }
 
-    /// Whether everything is sent.
+    /// Whether the program has sent everything.
     pub(super) fn at_end(&self) -> bool {
         self.said == self.talk.bytes
     }
@@ -78,13 +79,13 @@ impl Socket {
         self.open && !self.ended && (self.unread() > 0 || self.at_end())
     }
 
-    /// Bytes that can be sent now.
+    /// The number of bytes that the program can send now.
     pub(super) fn says_now(&self) -> u64 {
         let room = SOCKET_BYTES.saturating_sub(self.unread());
         room.min(self.talk.burst).min(self.talk.bytes - self.said)
     }
 
-    /// Bytes that the tunnel can write.
+    /// The number of bytes that the tunnel can write.
     pub(super) fn room(&self) -> u64 {
         SOCKET_BYTES - (self.written - self.taken)
     }
@@ -95,16 +96,16 @@ impl Socket {
 pub(super) struct Channel {
     /// The channel's number on the wire, once it has one.
     pub(super) number: Option<u32>,
-    /// By side.
+    /// The connection of each side.
     pub(super) sockets: [Socket; 2],
-    /// The numbers of bytes sent on earlier channels of the listener when this channel was
-    /// accepted.
+    /// Earlier channels of the listener, each with the number of bytes that had been sent on it
+    /// when this channel was accepted.
     pub(super) before: Vec<(usize, u64)>,
 }
 
 impl Channel {
-    /// Whether the channel has ended completely. A channel that was reset early may never
-    /// have had a far side.
+    /// Whether the channel has ended completely. A channel that was reset early may never have been
+    /// connected on the far side.
     pub(super) fn is_over(&self) -> bool {
         let [one, other] = &self.sockets;
         let (over, far_over) = (one.over.is_some(), other.over.is_some());

@@ -1,4 +1,4 @@
-//! The invariants.
+//! Checks of the invariants.
 
 use super::channel::Over;
 use super::plan::Ending;
@@ -20,7 +20,9 @@ impl World<'_> {
                 let inside = channel.inside(from);
                 let most = self.plan.channels[index].window_bytes;
                 if inside > most.max(LEAST_WINDOW_BYTES) {
-                    let text = format!("channel {index} has {inside} bytes, and may have {most}");
+                    let text = format!(
+                        "channel {index} has {inside} bytes inside the tunnel (limit {most})"
+                    );
                     return self.broken("I8", text);
                 }
                 sum += inside;
@@ -28,14 +30,17 @@ impl World<'_> {
             let usage = self.sides[from].usage();
             let most = self.plan.peer_bytes;
             if sum > most || usage.unacknowledged > most || usage.granted > most {
-                let text = format!("{sum} bytes are inside, and {most} may be: {usage:?}");
+                let text = format!(
+                    "all channels have {sum} bytes inside the tunnel (limit {most}): {usage:?}"
+                );
                 return self.broken("I8", text);
             }
         }
     }
 
-    /// A channel's far side is about to be connected: all bytes sent before that on earlier
-    /// channels must have arrived, or as many of them as the consumer accepts.
+    /// Called just before a channel's far side is connected. All bytes that were sent on earlier
+    /// channels before this channel was accepted must have arrived, or as many of them as the
+    /// consumer accepts.
     pub(super) fn check_order(&mut self, index: usize) {
         let near = self.plan.channels[index].opener;
         for (earlier, said) in self.channels[index].before.clone() {
@@ -45,14 +50,14 @@ impl World<'_> {
             if !over && (!far.open || (far.written < said && far.room() > 0)) {
                 let written = far.written;
                 let text = format!(
-                    "channel {index} is connected although {earlier} has {written} of {said} bytes"
+                    "channel {index} is connected although channel {earlier} has {written} of {said} bytes"
                 );
                 return self.broken("order", text);
             }
         }
     }
 
-    /// A write to a socket: it must be the next data.
+    /// Checks a write to a socket. The piece must be the next piece of the stream.
     pub(super) fn check_piece(&mut self, writing: &Writing) {
         let piece = writing.piece;
         let channel = &self.channels[piece.channel];
@@ -68,7 +73,7 @@ impl World<'_> {
         }
     }
 
-    /// A consumer sees the end: it must have received everything.
+    /// Called when a consumer receives the end of the stream. It must have received everything.
     pub(super) fn check_end(&mut self, index: usize, side: usize) {
         let channel = &self.channels[index];
         let (near, far) = (&channel.sockets[1 - side], &channel.sockets[side]);
@@ -79,7 +84,7 @@ impl World<'_> {
         }
     }
 
-    /// A connection is closed: both directions have ended.
+    /// Called when a connection is closed. Both directions must have ended.
     pub(super) fn check_closed(&mut self, index: usize, side: usize) {
         let channel = &self.channels[index];
         let whole = |from: usize| {
@@ -89,12 +94,13 @@ impl World<'_> {
         if !whole(0) || !whole(1) {
             self.broken(
                 "stream",
-                format!("channel {index} is closed early at {side}"),
+                format!("channel {index} is closed early at side {side}"),
             );
         }
     }
 
-    /// A reset was reported long ago, and no lane has been lost since then.
+    /// Called at the deadline for a reset. The side must have been informed of the reset by then,
+    /// unless a lane has been lost since the reset.
     pub(super) fn must_be_over(&mut self, index: usize, side: usize, epoch: u32) {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();
@@ -103,7 +109,7 @@ impl World<'_> {
         if undisturbed && socket.open && socket.over.is_none() {
             self.broken(
                 "abort",
-                format!("channel {index} has not been reset at {side}"),
+                format!("channel {index} has not been reset at side {side}"),
             );
         }
     }
@@ -125,11 +131,14 @@ impl World<'_> {
         for side in 0..2 {
             let usage = self.sides[side].usage();
             if usage != dunlin_proto::stripe::Usage::default() {
-                self.broken("I8", format!("{usage:?} is left at {side}"));
+                self.broken("I8", format!("side {side} still uses {usage:?}"));
             }
             let confirmed = !self.hopeless && self.control.arrives_by(self.plan).is_some();
             if confirmed && !self.sides[side].drained() {
-                self.broken("liveness", format!("channels are remembered at {side}"));
+                self.broken(
+                    "liveness",
+                    format!("side {side} still has state of ended channels"),
+                );
             }
         }
         self.violation.take().map_or(Ok(()), Err)

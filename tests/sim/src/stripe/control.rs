@@ -82,7 +82,7 @@ impl World<'_> {
                     Message::decode(&header, body).ok()?
                 });
         let Some(message) = decoded else {
-            return self.broken("accused", "a message does not decode".to_owned());
+            return self.broken("accused", "cannot decode a message".to_owned());
         };
         if let Err(fault) = self.sides[side].handle(message.clone(), self.now_ns) {
             self.broken("accused", format!("{fault}, by {message:?}"));
@@ -126,8 +126,8 @@ impl World<'_> {
         self.say(|| format!("control lane {epoch} is up"));
         self.control.epoch = epoch;
         self.control.established = true;
-        // Both readers of the old lane are joined. The messages that they had read are processed,
-        // some of them sometimes later.
+        // The readers of the old lane are joined. Messages of the old lane that are still in flight
+        // are usually lost, but sometimes they are processed later.
         let late = self.random.chance(30);
         for side in 0..2 {
             if !late {
@@ -138,7 +138,7 @@ impl World<'_> {
         }
     }
 
-    /// A side has given up: the other side detects that by the end of all connections.
+    /// Records that a side has given up. The other side detects this, because all connections end.
     pub(super) fn give_up(&mut self, side: usize) {
         self.control.over[side] = true;
         self.control.established = false;

@@ -24,7 +24,7 @@ impl World<'_> {
         }
     }
 
-    /// The tunnel has read: there is room to send more.
+    /// The tunnel has read from the socket, so its owner can send more.
     pub(super) fn says_more(&mut self, index: usize, side: usize) {
         let socket = &mut self.channels[index].sockets[side];
         if !socket.says && !socket.at_end() && socket.over.is_none() {
@@ -135,7 +135,7 @@ impl World<'_> {
         }
     }
 
-    /// The data that a lane's thread reads from a socket.
+    /// Reads from a socket, for a lane's thread.
     pub(super) fn read_socket(&mut self, side: usize, number: u32, most: u32) -> Outcome<Piece> {
         let index = self.by_number[&number];
         let cap = self.random.between(1, 300_000);

@@ -35,7 +35,7 @@ pub(super) struct Lane {
     sender_over: bool,
     receiver_over: bool,
     admitted: bool,
-    /// The piece that the receiving thread is buffering, if busy.
+    /// Whether the receiving thread is buffering a piece.
     busy: bool,
     keeping: Option<(Data, Piece)>,
 }
@@ -169,7 +169,7 @@ impl World<'_> {
         self.lanes.iter().position(here)
     }
 
-    /// A thread seals and writes.
+    /// A sending thread seals and writes a piece.
     fn send(&mut self, lane: usize, data: Data, piece: Piece) {
         // The simulated wire carries the encoder's output.
         let frame = Frame::Data(data);
@@ -329,7 +329,7 @@ impl World<'_> {
         }
         self.lanes[lane].sender_over = true;
         if self.lanes[lane].swallows {
-            // Only the receiver's own timeout detects it.
+            // The packets are dropped, so only the receiver's timeout detects the end.
             self.lanes[lane].swallows = false;
             let later_ns = self.random.between(1_000 * MS, 9_000 * MS);
             self.lanes[lane].held_until_ns = self.now_ns + later_ns;
@@ -349,14 +349,14 @@ impl World<'_> {
             self.sides[1 - one.from].admitted_over(one.number);
         }
         if !one.sender_over {
-            // The report on the control lane may arrive first.
+            // The report on the control lane may arrive before this event.
             let latency_ns = self.plan.latency_ns;
             let for_ns = self.random.between(latency_ns, latency_ns * 3);
             self.after(for_ns, Event::SenderNotices(lane));
         }
     }
 
-    /// Every lane of both sides is cut: a trunk has ended.
+    /// Cuts every lane of both sides, because a trunk has ended.
     pub(super) fn cut_all(&mut self) {
         for lane in 0..self.lanes.len() {
             if self.lanes[lane].is_alive() {

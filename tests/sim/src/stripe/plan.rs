@@ -18,7 +18,7 @@ pub enum StrikeKind {
     ControlCut,
     /// No lane can be opened for a while.
     NoNewLanes,
-    /// The control lane is cut, and none can be opened for a while.
+    /// The control lane is cut, and no control lane can be opened for a while.
     NoControl,
 }
 
@@ -27,9 +27,9 @@ pub enum StrikeKind {
 pub struct Strike {
     /// The kind.
     pub kind: StrikeKind,
-    /// When.
+    /// When the fault begins.
     pub at_ns: u64,
-    /// Duration, if it ends on its own.
+    /// How long the fault lasts, if it ends on its own.
     pub for_ns: u64,
 }
 
@@ -42,7 +42,7 @@ pub enum Ending {
     Reset {
         /// 0 is the connecting program.
         side: usize,
-        /// Time after the accept.
+        /// The time from the accept to the reset.
         after_ns: u64,
     },
     /// No program accepts the connection on the far side.
@@ -52,15 +52,15 @@ pub enum Ending {
 /// What one side sends on a channel, and how it receives.
 #[derive(Clone, Copy, Debug)]
 pub struct Talk {
-    /// Bytes that it sends.
+    /// The number of bytes that the side sends.
     pub bytes: u64,
-    /// Largest burst.
+    /// The largest number of bytes that it sends at once.
     pub burst: u64,
-    /// Between two bursts.
+    /// The time between two bursts.
     pub pause_ns: u64,
-    /// Bytes that it receives with one read.
+    /// The number of bytes that it receives with one read.
     pub bite: u64,
-    /// Between two reads.
+    /// The time between two reads.
     pub bite_ns: u64,
     /// Whether this side receives nothing until all other channels have ended.
     pub stalls: bool,
@@ -71,15 +71,15 @@ pub struct Talk {
 pub struct Channel {
     /// The side that accepts the connection.
     pub opener: usize,
-    /// The listener.
+    /// The number of the listener that accepts the connection.
     pub listener: u64,
-    /// When.
+    /// When the connection is accepted.
     pub at_ns: u64,
-    /// Its largest window.
+    /// The largest window of the channel.
     pub window_bytes: u64,
     /// The data of the connecting side and of the accepting side.
     pub talks: [Talk; 2],
-    /// How it ends.
+    /// How the channel ends.
     pub ending: Ending,
 }
 
@@ -88,15 +88,15 @@ pub struct Channel {
 pub struct Plan {
     /// The seed.
     pub seed: u64,
-    /// Lanes of each side.
+    /// The number of lanes that each side opens.
     pub lanes: u16,
-    /// One-way delay.
+    /// The delay in one direction.
     pub latency_ns: u64,
-    /// Rate of a lane, in bytes per second.
+    /// The rate of a lane, in bytes per second.
     pub rate: u64,
-    /// The bound of all channels.
+    /// The bound on the bytes of all channels together.
     pub peer_bytes: u64,
-    /// Frames after which a lane is near its limit.
+    /// The number of frames after which a lane is near its limit.
     pub lane_frames: u64,
     /// The channels.
     pub channels: Vec<Channel>,
@@ -104,7 +104,7 @@ pub struct Plan {
     pub strikes: Vec<Strike>,
 }
 
-/// Largest number of channels of a run.
+/// The largest number of channels of a run.
 pub(super) const CHANNELS: usize = 64;
 
 impl Plan {

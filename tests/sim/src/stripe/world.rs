@@ -1,4 +1,4 @@
-//! Time, and what is due next.
+//! Virtual time, and the queue of events.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -14,34 +14,34 @@ use crate::check::Violation;
 use crate::plan::MS;
 use crate::random::Random;
 
-/// A run that takes longer hangs.
+/// A run that takes longer than this virtual time is treated as hanging.
 const LONGEST_NS: u64 = 400_000 * MS;
 
 /// Statistics of one run, or of many.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
-    /// Runs.
+    /// The number of runs.
     pub runs: u64,
-    /// Events.
+    /// The number of events.
     pub steps: u64,
-    /// Virtual time.
+    /// Virtual time in nanoseconds.
     pub virtual_ns: u64,
-    /// Channels that ended well.
+    /// The number of channels that ended well.
     pub closed: u64,
-    /// Channels that did not.
+    /// The number of channels that were refused or reset.
     pub aborted: u64,
-    /// Pieces that arrived.
+    /// The number of pieces that arrived.
     pub pieces: u64,
-    /// Pieces that were resent.
+    /// The number of pieces that were resent.
     pub again: u64,
-    /// Control lanes that were replaced.
+    /// The number of control lanes that were replaced.
     pub resumed: u64,
-    /// Messages on control lanes.
+    /// The number of messages on control lanes.
     pub messages: u64,
 }
 
 impl Tally {
-    /// Adds another.
+    /// Adds another tally to this one.
     pub fn add(&mut self, other: &Self) {
         self.runs += other.runs;
         self.steps += other.steps;
@@ -74,7 +74,7 @@ pub(super) enum Event {
     Kept(usize),
     /// The write with this number is done.
     Wrote(u64),
-    /// A receiving thread is ended wherever it is.
+    /// A receiving thread is ended, whatever it is doing.
     ThreadEnds(usize),
     /// The sender of a connection detects that the connection has ended.
     SenderNotices(usize),
@@ -82,7 +82,7 @@ pub(super) enum Event {
     ControlNotices(usize, u32),
     ControlUp(u32),
     Resets(usize, usize),
-    /// Deadline for the report of a reset.
+    /// The deadline by which a side must have been informed of a reset.
     MustBeOver(usize, usize, u32),
     Strike(usize),
 }
@@ -208,7 +208,7 @@ impl<'a> World<'a> {
         self.at(self.now_ns + for_ns, event);
     }
 
-    /// A short delay of a thread.
+    /// A short random delay of a thread.
     pub(super) fn moment(&mut self) -> u64 {
         match self.random.below(50) {
             0 => self.random.between(0, 3 * MS),
@@ -264,7 +264,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The caller's steps after each call.
+    /// Executes the actions that the trunk of `side` requests, and sends its messages.
     fn drive(&mut self, side: usize) {
         loop {
             while let Some(action) = self.sides[side].poll(self.now_ns) {
@@ -330,7 +330,10 @@ impl<'a> World<'a> {
         let index = self.by_number[&number];
         let socket = &mut self.channels[index].sockets[side];
         if let Some(before) = socket.over {
-            self.broken("sim", format!("channel {number} is over twice: {before:?}"));
+            self.broken(
+                "sim",
+                format!("channel {number} ended twice; the first end was {before:?}"),
+            );
             return;
         }
         socket.over = Some(over);
@@ -404,7 +407,7 @@ impl<'a> World<'a> {
         self.tell_readable(index, side);
     }
 
-    /// The program that holds the connection resets it.
+    /// The program that owns the connection resets it.
     fn resets(&mut self, index: usize, side: usize) {
         let channel = &mut self.channels[index];
         let connected = side == self.plan.channels[index].opener || channel.sockets[side].open;
@@ -429,7 +432,7 @@ impl<'a> World<'a> {
         let until_ns = self.now_ns + strike.for_ns;
         let timeout_ns = Timeouts::default().alone_ns;
         match strike.kind {
-            // Cut a lane at the most critical moment: while a thread buffers a piece.
+            // Cut the lane while a thread buffers a piece, which is the most critical moment.
             StrikeKind::LaneCut if self.random.chance(40) => self.cut_at_next_keep = true,
             StrikeKind::LaneCut => self.on_lane(|world, lane| world.cut(lane)),
             StrikeKind::LaneSwallowed => self.on_lane(|world, lane| world.swallow(lane)),

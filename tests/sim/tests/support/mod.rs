@@ -58,8 +58,8 @@ pub(crate) fn play<T: Default + Send>(
     }
 }
 
-/// With DUNLIN_SEED, prints that run. Otherwise checks that a seed determines the whole run, which
-/// has more than `least` lines.
+/// If DUNLIN_SEED is set, prints the run of that seed. In any case checks that the seed determines
+/// the whole run, and that the run has more than `least` lines.
 pub(crate) fn check_replay<P: Debug, R: Debug>(
     least: usize,
     plan: impl Fn(u64) -> P,
@@ -77,6 +77,6 @@ pub(crate) fn check_replay<P: Debug, R: Debug>(
     if seed.is_some() {
         println!("{}", lines.join("\n"));
     }
-    assert!(lines.len() > least, "something happens");
+    assert!(lines.len() > least, "the run has too few lines");
     assert_eq!(lines, once());
 }

@@ -59,7 +59,7 @@ impl JournalDirectory {
     }
 }
 
-/// A disk that fails to write records with this state, or fails every write.
+/// A disk that fails to write records with this state. With `None`, it fails every write.
 pub struct FailingDisk(pub Option<State>);
 
 impl Disk for FailingDisk {
@@ -77,7 +77,7 @@ impl Disk for FailingDisk {
     }
 }
 
-/// A disk that fails to write the peer of a session, but writes everything else.
+/// A disk that fails to write the record of a session's peer, but writes everything else.
 pub struct PeerlessDisk;
 
 impl Disk for PeerlessDisk {
@@ -99,7 +99,7 @@ pub struct Relay {
 pub struct Shared {
     /// For each direction: whether bytes of the first connection are read and dropped.
     swallow: [AtomicBool; 2],
-    /// Whether the end of the first connection is not forwarded to the destination.
+    /// Whether the end of the first connection is withheld from the destination.
     mute: AtomicBool,
     refuse: AtomicBool,
     /// The address to which further connections are forwarded, if it has been changed.
@@ -116,7 +116,7 @@ impl Relay {
         let address = listener.local_addr().unwrap();
         let shared = Arc::<Shared>::default();
         let own = Arc::clone(&shared);
-        // The threads are not joined: they end with the test's process.
+        // The threads need not be joined, because they end with the test's process.
         std::thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
                 if own.refuse.load(Ordering::SeqCst) {
@@ -167,7 +167,8 @@ impl Relay {
         self.shared.swallow[direction].store(true, Ordering::SeqCst);
     }
 
-    /// Cuts the first control lane. The destination receives the end only if `at_destination`.
+    /// Cuts the first control lane. The destination receives the end of the stream only if
+    /// `at_destination` is set.
     pub fn cut(&self, at_destination: bool) {
         self.shared.mute.store(!at_destination, Ordering::SeqCst);
         if let Some((near, far)) = &*self.shared.first.lock().unwrap() {
@@ -182,7 +183,7 @@ impl Relay {
 pub fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, usize)>) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        // Check this after the read: a test requests swallowing before the bytes are sent.
+        // Check the flag after the read, because a test sets it before the bytes are sent.
         let swallowed = control
             .is_some_and(|(shared, direction)| shared.swallow[direction].load(Ordering::SeqCst));
         if !swallowed && to.write_all(&buffer[..count]).is_err() {
@@ -194,7 +195,7 @@ pub fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, us
     }
 }
 
-/// Called at each event.
+/// A function that is called at each event.
 pub type At<E> = Box<dyn Fn(&E) + Send + Sync>;
 
 /// Returns the journal for each arriving VM in turn.

@@ -37,15 +37,15 @@ use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 /// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// Called at each step of the VM.
+/// A function that is called with the name of each step of the VM.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
-/// See [`TestBuilder::planted`].
+/// A function that is called with each VM that a [`TestBuilder`] has built.
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
 
 /// A function that finds the ranges to send in a region of the source's memory.
 pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 
-/// Memory with a replaced [`GuestMemory::ranges_to_send`].
+/// Memory in which a [`Scan`] replaces [`GuestMemory::ranges_to_send`].
 struct Scanned(MappedMemory, Scan);
 
 impl GuestMemory for Scanned {
@@ -62,14 +62,13 @@ impl GuestMemory for Scanned {
     }
 }
 
-/// The VM on either side.
+/// A test VM, at the source or at the destination.
 pub struct TestVm {
     pub memory: Arc<Memory>,
     pub state: Mutex<RunState>,
     /// The step that fails, if a test plants a fault.
     pub fail: Mutex<Option<&'static str>>,
-    /// The function with which a source searches this VM's memory, if a test plants a wrong
-    /// search.
+    /// A replacement for the search for the pages to send, if a test plants a wrong search.
     pub scan: Mutex<Option<Scan>>,
     /// Called with the name of each step before the step is executed.
     pub hook: Mutex<Option<Hook>>,
@@ -470,8 +469,8 @@ impl Receiving {
         }
     }
 
-    /// Waits for the destination's end. With `cancel`, cancels the destination first, because it may
-    /// have no session.
+    /// Waits until the destination has ended. With `cancel`, cancels the destination first, because a
+    /// destination without a session does not end on its own.
     pub fn finish(
         self,
         cancel: bool,
@@ -489,7 +488,7 @@ impl Receiving {
         (result, builder, events)
     }
 
-    /// Waits until the destination has reported an event for which `found` returns true.
+    /// Waits until the destination has reported an event that satisfies `found`.
     pub fn await_event(&self, found: impl Fn(&DestinationEvent) -> bool) {
         let until = Instant::now() + Duration::from_secs(5);
         while !self.events.lock().unwrap().iter().any(&found) {

@@ -69,8 +69,8 @@ impl Peer {
         }
     }
 
-    /// A destination that has received the offer and selected `security`, or the offered security if
-    /// `security` is `None`.
+    /// A destination that has received the offer and selected `security`, or the security in the
+    /// offer if `security` is `None`.
     pub fn destination(
         listener: &TcpListener,
         tls: &ServerTls,
@@ -78,7 +78,7 @@ impl Peer {
     ) -> Self {
         let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
         let Opening::Offer(offer) = read_opening(&stream) else {
-            panic!("no offer")
+            panic!("the source sent no offer")
         };
         let mut bytes = Vec::new();
         Selection {

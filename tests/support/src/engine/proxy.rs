@@ -1,9 +1,9 @@
 //! A proxy between the two sides: it records traffic and injects network faults.
 //!
 //! Each connection has its own thread, which owns both sockets and sleeps until a socket is ready or
-//! the test has a request. A fault is injected at a point in the stream to the destination that is
-//! given in advance ([`Proxy::strike_at`]), or immediately ([`Proxy::strike`]). Points inside TLS are
-//! found by the lengths of records, which are not encrypted.
+//! the test has a request. A test injects a fault immediately ([`Proxy::strike`]), or in advance for a
+//! point in the stream to the destination ([`Proxy::strike_at`]). The proxy finds points inside TLS by
+//! the lengths of records, which are not encrypted.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -18,16 +18,16 @@ use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::frame::FRAME_HEADER_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
 
-/// The difference between the lengths of a record's body and of its content: the inner
-/// content type and the tag.
+/// The number of bytes by which the body of a TLS 1.3 record exceeds its content: one byte for the
+/// inner content type, and the tag.
 const RECORD_OVERHEAD: usize = 17;
 const RECORD_HEADER_BYTES: usize = 5;
-/// The maximum number of bytes that are kept of a held connection.
+/// The maximum number of bytes that the proxy buffers from a held or swallowed connection.
 const HELD_BYTES: usize = 32 << 20;
-/// Longer than anything that a test waits for.
+/// The time limit of every wait, longer than any wait in a test that passes.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A fault of a connection.
+/// A fault to inject into a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Both sides read the end of the stream, after the bytes forwarded so far.
@@ -95,11 +95,12 @@ struct Link {
 pub struct Progress {
     /// Bytes that were forwarded to the destination.
     pub forwarded: u64,
-    /// The injected fault.
+    /// The injected fault, if there is one.
     pub struck: Option<Fault>,
-    /// The number of TLS headers received after a data lane's opening. A frame takes several records.
+    /// The number of TLS record headers received after a data lane's opening. A frame takes several
+    /// records.
     pub records: u64,
-    /// Whether the source has ended its half.
+    /// Whether the source has ended its half of the connection.
     pub closed: bool,
     /// Whether the connection has ended and no longer carries data.
     pub ended: bool,
@@ -146,7 +147,7 @@ impl Proxy {
                 let shared = Arc::clone(&own);
                 state.threads.push(thread::spawn(move || {
                     let mut relay = Relay::new(&shared, number, near, far);
-                    // An error means that a peer has closed its connection.
+                    // Ignore an error: it means that a peer has closed its connection.
                     let _ = relay.run(&wakeup);
                     relay.end();
                 }));
@@ -248,7 +249,7 @@ impl Proxy {
         self.wait(|state| state.links.len() >= count);
     }
 
-    /// Waits until `found` returns true for the progress of a connection.
+    /// Waits until the progress of a connection satisfies `found`.
     pub fn await_progress(&self, connection: usize, found: impl Fn(&Progress) -> bool) {
         self.wait(|state| {
             let link = state.links.get(connection);
@@ -368,8 +369,8 @@ impl<'a> Relay<'a> {
                 read: true,
                 write: false,
             };
-            // poll(2) reports hangups and errors even if nothing is requested, so leave such sockets
-            // out.
+            // poll(2) reports hangups and errors even for a socket with no requested events, so leave
+            // such sockets out.
             let asked = [near, far].into_iter().filter(|one| one.read || one.write);
             let interests: Vec<Interest<'_>> = [woken].into_iter().chain(asked).collect();
             poll(&interests, None)?;
@@ -492,7 +493,7 @@ impl<'a> Relay<'a> {
         let whole = if self.there.ended {
             self.there.waiting.len()
         } else {
-            // An incomplete record header is not forwarded: a fault may be planned before it.
+            // Do not forward an incomplete record header, because a fault may be planned before it.
             self.there
                 .waiting
                 .len()
@@ -531,8 +532,8 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. Otherwise the
-/// error would end the relay, and the other side would detect that.
+/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. If the error ended
+/// the relay, the other side would see its connection close.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),
@@ -549,7 +550,7 @@ fn read(from: &mut TcpStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     }
 }
 
-/// Writes up to `most` of the waiting bytes; returns the number of bytes written.
+/// Writes up to `most` of the waiting bytes; returns the bytes that were written.
 fn write(to: &mut TcpStream, waiting: &mut Vec<u8>, most: usize) -> io::Result<Vec<u8>> {
     let mut gone = 0;
     let most = most.min(waiting.len());
@@ -563,7 +564,7 @@ fn write(to: &mut TcpStream, waiting: &mut Vec<u8>, most: usize) -> io::Result<V
     Ok(waiting.drain(..gone).collect())
 }
 
-/// The TLS records of one direction, by their headers.
+/// Finds the TLS records of one direction by their headers.
 struct Records {
     header: Vec<u8>,
     body_left: u64,
@@ -572,7 +573,7 @@ struct Records {
     starts: Vec<u64>,
     opened: Option<u64>,
     after_opening: u64,
-    /// The first and last positions of *mark* and *end* frames.
+    /// The positions at which each *mark* or *end* frame begins and ends.
     marks: Vec<(u64, u64)>,
     opening_bytes: usize,
 }
@@ -647,7 +648,7 @@ impl Records {
         }
     }
 
-    /// The number of bytes of an incomplete header.
+    /// The number of bytes received of an incomplete record header.
     fn partial(&self) -> usize {
         self.header.len()
     }

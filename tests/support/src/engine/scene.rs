@@ -144,7 +144,7 @@ pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
         .no_lane_limit(Duration::from_secs(10))
         .silence_limit(Duration::from_secs(1))
         .control_limit(Duration::from_secs(10))
-        // Digests and busy cores must not affect the test.
+        // This is long enough for the digests and for a busy machine.
         .downtime_limit(Duration::from_secs(2))
         .build()
         .unwrap()
@@ -159,7 +159,7 @@ pub fn rounds() -> usize {
     }
 }
 
-/// Runs `each` for all cases, six at a time: a case spends most of its time waiting.
+/// Runs `each` for all cases, six at a time, because a case spends most of its time waiting.
 pub fn side_by_side<T: Sync>(cases: &[T], each: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {

@@ -23,7 +23,7 @@ use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 pub const MIB: u64 = 1 << 20;
-/// The size of the first region. Its [`HOLE`] is never written.
+/// The size of the first region. The part [`HOLE`] of this region is never written.
 pub const LOW_BYTES: u64 = 32 * MIB;
 pub const HOLE: Range<u64> = 4 * MIB..28 * MIB;
 pub const HUGE_BYTES: u64 = 32 * MIB;
@@ -126,7 +126,8 @@ impl GuestMemory for Combined {
     }
 }
 
-/// The dirty log of one memory, reported with its index in the region table.
+/// The dirty log of one of the memories. It reports pages with the index of that memory in the region
+/// table.
 struct PartLog {
     index: usize,
     log: OwnWrites,
@@ -157,10 +158,10 @@ impl DirtyLog for PartLog {
     }
 }
 
-/// Called at each step, in addition to recording it.
+/// A function that is called at each step, in addition to the record of the call.
 type Hook = Box<dyn Fn(&str) + Send + Sync>;
 
-/// The VM on either side.
+/// A VM, at the source or at the destination.
 pub struct Vm {
     pub memory: Arc<Combined>,
     pub calls: Calls,
@@ -323,8 +324,8 @@ impl SourceVm for Vm {
     fn pause(&self) -> Result<(), VmmError> {
         self.guest().0 = RunState::Paused;
         self.call("source pause")?;
-        // The large device state is written when the guest is paused; the dirty log of its region
-        // reports the pages.
+        // Write the large device state when the guest is paused. The dirty log of its region then
+        // reports these pages.
         let mut offset = 0;
         for number in 0..self.sections {
             self.memory.write(2, offset, &Self::header(number));
@@ -427,7 +428,7 @@ impl DestinationVm for Vm {
     }
 }
 
-/// Builds [`Vm`]s at the destination, or refuses to.
+/// Builds [`Vm`]s at the destination, or refuses to build them.
 pub struct Machines {
     pub sections: u32,
     pub huge: bool,
@@ -446,7 +447,8 @@ impl Builder for Machines {
                 text: "16 huge pages are missing".into(),
             });
         }
-        // The engine must detect a region table that differs in one length.
+        // With this fault, the destination's region of device state has another length than the
+        // source's. The engine must detect the difference.
         let other = u32::from(self.fail.contains(&"destination memory")) * 2;
         let vm = Vm::new(self.sections + other, self.huge, &self.calls, &self.fail);
         self.built = Some(Arc::clone(&vm));
@@ -484,8 +486,8 @@ pub fn attempt(
             .cancel(&cancel)
             .run();
         if here.is_err() {
-            // If the source failed before it reached the destination, the destination would still
-            // wait.
+            // The source may have failed before it reached the destination, which then waits until it
+            // is cancelled.
             give_up.cancel();
         }
         (here, there.join().unwrap())

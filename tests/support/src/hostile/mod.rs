@@ -22,11 +22,12 @@ use crate::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verifi
 
 /// The maximum memory that a session may use in addition to the guest's memory (I8).
 const PEAK_LIMIT_BYTES: u64 = 64 << 20;
-/// How long a session may last after a lie. A session that ends only at a silence limit takes
-/// longer; those lies are in `hostile_silence.rs`.
+/// How long a session may last after a lie. Sessions that end only at a silence limit last longer;
+/// `hostile_silence.rs` tests the lies that lead to these sessions.
 pub const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// Allows one lie at a time, because its costs are measured for the whole process.
+/// Returns a guard that allows one lie at a time, because the costs of a lie are measured for the whole
+/// process.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -82,7 +83,7 @@ impl Before {
         }
     }
 
-    /// How far the peak of memory is above its initial size.
+    /// How far the peak of resident memory exceeds its size before the lie.
     pub fn peak_bytes(&self) -> u64 {
         status_bytes("VmHWM:").saturating_sub(self.resident_bytes)
     }
@@ -97,12 +98,15 @@ impl Before {
             took.as_millis(),
             peak as f64 / f64::from(1 << 20)
         );
-        assert!(peak < PEAK_LIMIT_BYTES, "{row}: {peak} bytes at the most");
+        assert!(
+            peak < PEAK_LIMIT_BYTES,
+            "{row}: the session used {peak} bytes (limit {PEAK_LIMIT_BYTES})"
+        );
         let until = Instant::now() + Duration::from_secs(2);
         while open_files() > self.files || engine_threads() > self.threads {
             assert!(
                 Instant::now() < until,
-                "{row}: {} files became {:?}, {} threads {}",
+                "{row}: {} open files before, {:?} now; {} threads before, {} now",
                 self.files,
                 files(),
                 self.threads,
@@ -213,7 +217,7 @@ impl From<Liar<'_>> for Held {
 }
 
 impl Liar<'_> {
-    /// Sends `bytes` on the lane. Returns false if the destination has cut the lane already.
+    /// Sends `bytes` on the lane. Returns false if the destination has closed the lane already.
     pub fn frame(&mut self, bytes: &[u8]) -> bool {
         self.lane
             .as_mut()
@@ -227,8 +231,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final* with the same count of chunks. Neither is a lie if the
-    /// counts are correct.
+    /// Ends the lane and sends *final* with the same count of chunks. Both are honest if the counts
+    /// are correct.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));
@@ -302,7 +306,8 @@ pub fn refused_by_destination(
         let mut held = lie(victim);
         let socket = held.peer.stream.socket().try_clone().unwrap();
         let (done, waiting) = channel::<()>();
-        // If the lie is accepted, the session would never end.
+        // Close the connection at the limit, because a session that accepted the lie would never
+        // end.
         let watch = thread::spawn(move || {
             if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
                 let _ = socket.shutdown(Shutdown::Both);
@@ -343,14 +348,14 @@ pub fn refused_by_destination(
     } else {
         assert!(
             matches!(fault, FaultCode::LaneLost | FaultCode::ControlLost),
-            "{row}: the source got no answer"
+            "{row}: the source received no answer"
         );
     }
 }
 
-/// Migrates a running VM to a lying destination: `lie`. The source must fail with `fault` and an error
-/// that contains `text`, and report the VM at `at`. A VM that is still at the source keeps running, and
-/// its next migration, to an honest destination, succeeds.
+/// Migrates a running VM to a lying destination, which executes `lie`. The source must fail with
+/// `fault` and an error that contains `text`, and report that the VM is at `at`. A VM that is still at
+/// the source keeps running, and its next migration, to an honest destination, succeeds.
 pub fn refused_by_source(
     row: &str,
     (fault, at, text): (FaultCode, VmIs, &str),
@@ -370,7 +375,8 @@ pub fn refused_by_source(
         let cancel = Cancel::new();
         let (done, waiting) = channel::<()>();
         let also = cancel.clone();
-        // If the lie is accepted, the session would never end.
+        // Cancel the migration at the limit, because a session that accepted the lie would never
+        // end.
         scope.spawn(move || {
             if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
                 also.cancel();
@@ -391,8 +397,8 @@ pub fn refused_by_source(
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
             || error.at_fault() == AtFault::Peer
-            // A failed verification does not show which memory is wrong, and a reason given by the
-            // peer has its own text.
+            // The error need not name the peer in two cases. A failed verification does not show which
+            // side's memory is wrong, and a reason given by the peer is the peer's own text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff
@@ -402,7 +408,10 @@ pub fn refused_by_source(
     if fault == FaultCode::Malformed {
         assert_eq!(error.at_fault(), AtFault::Peer, "{said}");
     }
-    assert!(!vm.calls().contains(&"destroy"), "{row}: its copy is gone");
+    assert!(
+        !vm.calls().contains(&"destroy"),
+        "{row}: the source destroyed its copy"
+    );
     if at == VmIs::AtSource {
         assert!(vm.goes_on(), "{row}: the guest does not run");
         before.settled(row);

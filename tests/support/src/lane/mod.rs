@@ -127,7 +127,7 @@ pub fn pair() -> (TcpStream, TcpStream) {
     (near, listener.accept().unwrap().0)
 }
 
-/// Settings with which `provider` seals and opens records in this process, with `suite`.
+/// Settings that make this process seal and open records with `provider` and `suite`.
 pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
     Crypto {
         provider,

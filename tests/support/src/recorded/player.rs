@@ -1,8 +1,8 @@
 //! Replays one side of a recorded session.
 //!
 //! The player sends each recorded message once the other side has sent everything that precedes it in
-//! the recording: at least as many messages of each kind. Acknowledgements, pings and pongs are not
-//! counted, because their number may differ.
+//! the recording, that is, at least as many messages of each kind. Acknowledgements, pings and pongs are
+//! not counted, because their number may differ.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -52,7 +52,7 @@ impl Heard {
         let (counts, timeout) = waited.unwrap();
         assert!(
             !timeout.timed_out(),
-            "before {before}: received {:?}, not {wanted:?}",
+            "timeout before {before}: received {:?}, expected {wanted:?}",
             *counts
         );
     }
@@ -175,10 +175,7 @@ pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) 
                 &SessionSecret(secret.unwrap()),
                 lane,
             );
-            assert!(
-                opening.ends_with(&open.mac),
-                "the source's proof does not hold"
-            );
+            assert!(opening.ends_with(&open.mac), "the source's proof is wrong");
         }
         let control = Arc::clone(&opened.lock().unwrap()[&0]);
         control.send(&bytes).unwrap();

@@ -1,5 +1,5 @@
-//! A relay between both sides of a session that records the traffic. Its certificates are
-//! trusted by both sides.
+//! A relay that records the traffic between both sides of a session. Both sides trust the relay's
+//! certificates.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};

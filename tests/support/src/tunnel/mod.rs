@@ -26,14 +26,14 @@ use dunlin_test_base::sockets::{accepted, with_timeout};
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
-/// Another peer that the far side admits.
+/// The name of another peer that the far side admits.
 pub const OTHER: &str = "other.test";
 pub const FAR: &str = "far.test";
 pub fn identities(identity: Identity) -> Identities {
     identities_with(identity, offload())
 }
 
-/// Where records are sealed unless a test specifies it, from `DUNLIN_OFFLOAD`.
+/// Where records are sealed unless a test specifies it. The variable `DUNLIN_OFFLOAD` can set it.
 fn offload() -> Offload {
     match std::env::var("DUNLIN_OFFLOAD") {
         Ok(offload) => offload.parse().unwrap(),
@@ -68,7 +68,7 @@ impl Events {
         events.iter().map(ToString::to_string).collect()
     }
 
-    /// Waits for an event.
+    /// Waits for an event for which `which` returns true. A failure message calls it `what`.
     pub fn wait(&self, what: &str, which: impl Fn(&Event) -> bool) -> Event {
         let until = Instant::now() + TIMEOUT;
         loop {
@@ -265,7 +265,8 @@ impl Random {
     }
 }
 
-/// Sends `bytes` bytes that `seed` determines in parts of random size, and then the end.
+/// Sends `bytes` bytes, which `seed` determines, in parts of random size. Then sends the end of
+/// the stream.
 pub fn send(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
     let mut stream = stream.try_clone().unwrap();
     thread::spawn(move || {
@@ -284,7 +285,7 @@ pub fn send(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
     })
 }
 
-/// Reads to the end and compares with what [`send`] sends.
+/// Reads to the end and compares the bytes with those that [`send`] sends.
 pub fn expect(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
     let mut stream = stream.try_clone().unwrap();
     thread::spawn(move || {
@@ -292,9 +293,9 @@ pub fn expect(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
         Random::new(seed).fill(&mut expected);
         let mut all = Vec::new();
         stream.read_to_end(&mut all).unwrap();
-        assert_eq!(all.len(), expected.len(), "number of bytes");
+        assert_eq!(all.len(), expected.len(), "the number of bytes differs");
         let first = all.iter().zip(&expected).position(|(a, b)| a != b);
-        assert_eq!(first, None, "first different byte");
+        assert_eq!(first, None, "a byte differs at this index");
     })
 }
 

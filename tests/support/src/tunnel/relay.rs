@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use super::TIMEOUT;
 
-/// How long a delayed connection holds the bytes that it has read.
+/// How long a delayed connection keeps the bytes that it has read before it forwards them.
 const DELAY: Duration = Duration::from_millis(10);
 
-/// Forwards connections, unless a test has it delay, cut or swallow them.
+/// Forwards connections. A test can make it delay, cut or swallow them.
 #[derive(Clone)]
 pub struct Relay {
     pub address: SocketAddr,
@@ -100,8 +100,8 @@ impl Relay {
         }
     }
 
-    /// Holds the bytes that the far side sends, on every connection, from before the call of
-    /// `begin` until `then` has returned. Calls `then` when some bytes are being held.
+    /// Holds the bytes that the far side sends on every connection. Calls `begin`, waits
+    /// until some bytes are held, calls `then`, and releases the bytes.
     pub fn hold(&self, begin: impl FnOnce(), then: impl FnOnce()) {
         self.held.store(true, Ordering::SeqCst);
         let before = self.answered.load(Ordering::SeqCst);
@@ -134,7 +134,7 @@ impl Relay {
             .store(true, Ordering::SeqCst);
     }
 
-    /// Delays everything on the later connection with this number by 10 ms.
+    /// Delays everything by 10 ms on the connection that will have this number.
     pub fn delay(&self, link: usize) {
         self.delayed.store(link, Ordering::SeqCst);
     }

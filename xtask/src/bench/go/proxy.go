@@ -85,7 +85,7 @@ func listen(place string, config *tls.Config, isSource bool) (net.Listener, erro
 	return tls.Listen(network, address, config)
 }
 
-// dial connects to such a place: with TLS at the source, plain at the destination.
+// dial connects to an address of the same form: with TLS at the source, plain at the destination.
 func dial(place string, config *tls.Config, isSource bool) (net.Conn, error) {
 	network, address, _ := strings.Cut(place, ":")
 	if isSource {

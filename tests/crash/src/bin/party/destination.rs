@@ -1,4 +1,4 @@
-//! The destination's process, and the process that is started after it has been killed.
+//! The destination's process, and the process that is started in its place after a kill.
 
 use std::net::TcpListener;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! `party ROLE DIRECTORY …`: one process of a run. See the library.
+//! `party ROLE DIRECTORY …`: one process of a run. The crate's documentation describes the
+//! processes.
 #![forbid(unsafe_code)]
 
 mod destination;
@@ -27,7 +28,7 @@ fn main() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let [role, directory, rest @ ..] = &*arguments else {
-        return Err("party ROLE DIRECTORY …".into());
+        return Err("usage: party ROLE DIRECTORY …".into());
     };
     let files = Files::new(Path::new(directory));
     match (*role, rest) {
@@ -41,22 +42,23 @@ fn main() -> Result<(), Failure> {
         ("restarted-destination", [listen]) => {
             destination::restarted(&files, listen, &Stage::new(""))
         }
-        _ => Err("there is no such role".into()),
+        _ => Err("unknown role".into()),
     }
 }
 
-/// Holds the VM, and executes the requests of each connection.
+/// Runs the process that contains the VM, and executes the request of each connection.
 fn have_vm(files: &Files) -> Result<(), Failure> {
     let guest = Arc::new(Guest::new(files, "source")?);
     guest.create()?;
     guest.resume()?;
     let listener = UnixListener::bind(files.socket())?;
-    // Ends this process when the test does.
+    // The stage ends this process when the test ends.
     let stage = Stage::new("");
     stage.say("ready");
     for connection in listener.incoming() {
         let (mut connection, guest) = (connection?, Arc::clone(&guest));
-        // The requesting process may be stopped or killed in the meantime.
+        // Use a thread for each connection, because the requesting process may be stopped before it
+        // has sent its request.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(&connection).read_line(&mut line);

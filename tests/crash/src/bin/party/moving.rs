@@ -1,4 +1,4 @@
-//! The VM of a run as the engine sees it.
+//! The VM of a run, which implements the traits that the engine calls.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use dunlin_crash_tests::guest::{Guest, HotPages, mapped};
 
 use crate::stage::Stage;
 
-/// Where the VM at the source lives.
+/// Which process contains the VM at the source.
 pub(crate) enum Home {
     /// In this process.
     Here(Guest),

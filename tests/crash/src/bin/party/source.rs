@@ -1,4 +1,4 @@
-//! The source's migrating process, and the process that is started after it has been killed.
+//! The source's migrating process, and the process that is started in its place after a kill.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +16,8 @@ use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// The doubt limit of the last inquiry of a run. The destination always answers it; the limit allows
-/// for a busy machine.
+/// The doubt limit of the last inquiry of a run. The destination always answers this inquiry, so the
+/// limit only allows for a busy machine.
 const ANSWERED: Duration = Duration::from_secs(30);
 
 /// Limits short enough for a test.
@@ -32,10 +32,10 @@ fn options(journal: Journal) -> source::Options {
         .doubt_limit(Duration::from_millis(700))
         .journal(journal)
         .build()
-        .expect("these options are possible")
+        .expect("the options are valid")
 }
 
-/// Moves the VM, and then executes the test's orders.
+/// Migrates the VM, and then executes the test's orders.
 pub(crate) fn run(files: &Files, to: &str, vm: &str, stage: &Stage) -> Result<(), Failure> {
     let disk = Arc::new(ShownDisk::new(stage));
     let journal = Journal::open_on(&files.journal("source"), disk)?;

@@ -19,8 +19,8 @@ struct Shared {
 }
 
 impl Stage {
-    /// The process will be held at the step `hold`; an empty text means at no step. When
-    /// standard input ends, the test has ended, and so does the process.
+    /// Creates a stage that makes this process wait at the step `hold`, or at no step if `hold` is
+    /// empty. When the test ends, it closes standard input, and this process exits.
     pub(crate) fn new(hold: &str) -> Self {
         let (sender, heard) = channel();
         std::thread::spawn(move || {
@@ -40,18 +40,21 @@ impl Stage {
     /// Prints a line.
     pub(crate) fn say(&self, line: &str) {
         let mut out = io::stdout().lock();
-        // Writing fails once the test has ended; in that case standard input ends too.
+        // Ignore an error: writing fails only after the test has ended. This process then exits,
+        // because its standard input has ended too.
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
     /// Waits for the next line from the test.
     pub(crate) fn hear(&self) -> String {
         let heard = self.0.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        // The thread with the sender ends the process before it drops the sender.
+        // An error is impossible: the thread that owns the sender ends the process before it drops
+        // the sender.
         heard.recv().unwrap_or_default()
     }
 
-    /// Reports that `step` is next. If the process is to be held at this step, waits for `go`.
+    /// Reports that `step` is next. If it is the step at which this process must wait, waits for
+    /// the line `go`.
     pub(crate) fn at(&self, step: &str) {
         self.say(&format!("at {step}"));
         if self.0.hold == step {
