@@ -36,7 +36,7 @@ const LONGEST: usize = 8;
 /// Options of `cargo xtask test`.
 #[derive(Debug, Args)]
 pub struct TestOptions {
-    /// The programs to run; without it the programs are only built.
+    /// The suite to run. If none is given, the test programs are built but not run.
     suite: Option<Suite>,
 }
 

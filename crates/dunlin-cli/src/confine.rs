@@ -131,9 +131,10 @@ impl Confining {
 
 /// How far a tunnel or `handoff accept` is confined.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct ConfiningTunnel {
-    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops as much as the
-    /// kernel allows unless a route has `exec`, `yes` drops everything or the tunnel does not start.
+pub(crate) struct ConfiningService {
+    /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
+    /// the kernel allows (nothing in a tunnel with an `exec` route), `yes` everything or the process
+    /// does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }

@@ -32,10 +32,10 @@ mod tests {
         assert_eq!(
             chained(
                 &cause
-                    .context("key.pem: no such file; put it there")
+                    .context("key.pem: no such file; create it")
                     .context("no identity")
             ),
-            "no identity: key.pem: no such file; put it there"
+            "no identity: key.pem: no such file; create it"
         );
         assert_eq!(chained(&anyhow!("b").context("a")), "a: b");
     }

@@ -91,6 +91,8 @@ fn waits(accept: &Accept, thread: &str) -> u64 {
 }
 
 /// A unit test of `accept::client` checks that the kernel does not report single bytes.
+///
+/// Claim F6 of docs/security.
 #[test]
 fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {

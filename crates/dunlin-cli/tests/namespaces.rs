@@ -236,7 +236,7 @@ fn a_predicted_downtime_stays_within_its_limit() {
         };
         let hosts = Hosts::new();
         let limit_ms = [60, 150, 400][round as usize % 3];
-        // The guest writes only 8 MiB/s, so not the guest but the wire limits how fast the
+        // The guest writes only 8 MiB/s, so the wire, not the guest, limits how fast the
         // remaining memory shrinks.
         let guest = "--memory 64M --fill-size 16M --working-set 16M --dirty-rate 2000 \
                      --workload random";

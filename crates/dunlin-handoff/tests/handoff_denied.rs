@@ -1,4 +1,4 @@
-//! Hand-offs reject peers with denied keys.
+//! Denied keys and revocation lists in hand-offs.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;

@@ -243,7 +243,7 @@ impl Record {
         self.sync()
     }
 
-    /// Records that the owner requested the end.
+    /// Records that the owner of the session requested its end.
     pub(super) fn end(&mut self) -> Result<(), IpsecError> {
         self.has_ended = true;
         self.write(&format!("{ENDED}\n"))

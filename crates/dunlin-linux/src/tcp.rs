@@ -82,8 +82,8 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
 /// # Errors
 /// An error from getsockopt(2).
 pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
-    // For a connection without packets the kernel returns -1. `rustix` would return that value as a
-    // CPU number.
+    // For a connection that has not received a packet yet, the kernel returns -1. `rustix` would
+    // return that value as a CPU number.
     let (cpu, _) = option::get(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)?;
     Ok(u32::try_from(i32::from_ne_bytes(cpu)).unwrap_or(0))
 }

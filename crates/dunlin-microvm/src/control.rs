@@ -65,7 +65,7 @@ impl VmState {
 /// The report of a check that failed in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stop {
-    /// The vCPU whose check failed.
+    /// The vCPU on which the check failed.
     pub vcpu: u8,
     /// The kind of error.
     pub code: StopCode,

@@ -299,7 +299,7 @@ fn device_attribute(
     attribute: &kb::kvm_device_attr,
 ) -> io::Result<()> {
     // SAFETY: `attribute` is a live structure of the size that the ioctl number contains. It comes
-    // only from `tsc_offset_attribute`, with the address of a live u64, whose size is that of
+    // only from `tsc_offset_attribute`, with the address of a live u64, which has the size of
     // this attribute.
     let code = unsafe { libc::ioctl(fd.as_raw_fd(), ioctl, std::ptr::from_ref(attribute)) };
     if code < 0 {

@@ -116,7 +116,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
             change(&mut sections[position]);
             load(&sections)
         };
-        // A section with fewer MSRs is valid, so an empty one is no error.
+        // A section with fewer MSRs is valid, so an empty section is valid too.
         if name != "vcpu.msrs" {
             let error = changed(&|section| section.bytes.clear()).unwrap_err();
             assert!(error.to_string().contains(&name), "{error}");

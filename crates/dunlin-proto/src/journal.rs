@@ -189,7 +189,9 @@ pub enum Unreadable {
     )]
     BothTorn,
     /// The slots contradict each other.
-    #[error("the slots belong to different sessions, or have the same generation")]
+    #[error(
+        "the two slots of the journal file belong to different sessions, or have the same generation"
+    )]
     Mixed,
 }
 

@@ -84,7 +84,9 @@ pub enum Event {
     Rejected {
         /// The peer's address, or the text "a lane" if the connection was to become a lane.
         from: String,
-        /// The reason for the rejection.
+        /// The reason's code.
+        fault: FaultCode,
+        /// Why.
         why: String,
     },
     /// Something failed, but the tunnel continues.

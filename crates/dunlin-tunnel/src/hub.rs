@@ -236,7 +236,7 @@ impl Control {
 }
 
 impl Hub {
-    /// Creates a trunk whose first control lane is up.
+    /// Creates a trunk. Its first control lane is up.
     ///
     /// # Errors
     /// The process has no free file descriptors.

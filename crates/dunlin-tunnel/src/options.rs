@@ -33,7 +33,7 @@ pub enum Mode {
     Relay(OldestTls),
 }
 
-/// The end of a route that accepts connections of the local hypervisor.
+/// The end of a route at which the local hypervisor connects.
 #[derive(Clone, Debug)]
 pub struct Entrance {
     /// The route's name, the same on both hosts.

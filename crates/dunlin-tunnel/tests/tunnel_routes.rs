@@ -1,4 +1,4 @@
-//! Routes whose ends are TCP ports or programs: several routes over one port, the peers that may
+//! Routes with TCP ports or programs as their ends: several routes over one port, the peers that may
 //! use a route, and refusals.
 #![allow(clippy::unwrap_used)]
 

@@ -242,6 +242,8 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
 
 /// A source that only answers pings is given up at the destination's limit, before and after all
 /// memory has arrived.
+///
+/// Claim P9 of docs/security.
 #[test]
 fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
     for ready in [false, true] {

@@ -52,7 +52,7 @@ const SKIPPED: i32 = 77;
 pub struct Needs {
     /// Number of virtual CPUs, 1 to 4.
     pub cpus: u32,
-    /// Packages of Debian trixie whose programs are in the path. The packages are unpacked but not
+    /// Packages of Debian trixie with programs that are added to the path. The packages are unpacked but not
     /// configured, so files that the installation would generate are missing.
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
@@ -267,7 +267,7 @@ impl Guest {
         guard
     }
 
-    /// Returns a counter from a file whose lines are "NAME VALUE", for instance
+    /// Returns a counter from a file with lines of the form "NAME VALUE", for instance
     /// `/proc/net/tls_stat`.
     ///
     /// # Panics

@@ -298,7 +298,7 @@ pub fn connect(guest: &Guest) {
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
-        // An earlier test in the same machine may have left this file, whose mount is gone.
+        // An earlier test in the same machine may have left this file; its mount is gone.
         let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }

@@ -205,7 +205,7 @@ pub fn renews_keys(guest: &Guest) -> bool {
     counters.contains("TlsTxRekeyOk")
 }
 
-/// A socket whose records this process encrypts and decrypts.
+/// A socket. This process encrypts and decrypts its records.
 #[derive(Debug)]
 pub struct Peer {
     /// The connection.
@@ -286,7 +286,7 @@ pub struct Half {
 }
 
 impl Half {
-    /// Creates a half whose next record is the first record of `keys`.
+    /// Creates a half. Its next record is the first record of `keys`.
     ///
     /// # Panics
     /// Never: a key of 32 bytes is valid.

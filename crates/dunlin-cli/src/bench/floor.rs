@@ -117,7 +117,7 @@ fn seal_and_open(
                         open.open_guest(record, &[to])?;
                     } else {
                         let Opened::Data(length) = open.open(record)? else {
-                            bail!("a record holds no data");
+                            bail!("a decrypted record is not a data record");
                         };
                         to.copy_from(&record[HEADER_BYTES..HEADER_BYTES + length]);
                     }

@@ -158,17 +158,18 @@ const PAGEMAP_SCAN: u64 = 0xc060_6610;
 /// Ioctl types of KVM and userfaultfd, in the request's second byte.
 const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 
-/// Further ioctls of a process with a guest: page maps.
+/// Further ioctls that a process with a guest may use: queries of page maps.
 const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 
-/// Ioctls of a process with channels: the unsent bytes of a socket.
+/// Ioctls that a process with channels may use: the query for the unsent bytes of a socket.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
-/// Ioctls of `handoff accept`: the unsent bytes of a socket, and the features of a network device,
-/// which are part of a socket's description. A change of features needs CAP_NET_ADMIN.
-const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL as u64];
+/// Ioctls that `handoff accept` may use: the queries for the unsent bytes of a socket and for the
+/// features of a network device, which are part of a socket's description. A change of features needs
+/// CAP_NET_ADMIN.
+const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
 
-/// Ioctls of every process: terminal detection and size, blocking mode, close-on-exec.
+/// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec.
 const REQUESTS: [u64; 6] = [
     libc::TCGETS,
     libc::TCGETS2,

@@ -134,7 +134,7 @@ impl Rules {
             bail!("this kernel has no Landlock, or it is disabled");
         };
         if status.ruleset == RulesetStatus::NotEnforced {
-            bail!("Landlock enforces no rule");
+            bail!("the kernel enforces none of the Landlock rules");
         }
         Ok(Taken {
             by: format!("Landlock {} ({})", effective_abi as i32, self.files),

@@ -98,7 +98,10 @@ impl Resolve {
         let common = Common::new(&identity, self.peers.clone(), &self.reading);
         if entry.lives {
             if record.owner.is_empty() {
-                bail!("the VM's process has no control socket: it queries the destination itself");
+                bail!(
+                    "cannot reach the VM's process, because it has no control socket; wait, since the \
+                     process queries the destination by itself"
+                );
             }
             let request = Request::AskDestination {
                 session: entry.session,

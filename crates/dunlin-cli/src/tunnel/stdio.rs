@@ -83,7 +83,7 @@ impl Stdio {
 
 /// Whether a copy failed because the tunnel closed the channel. If the tunnel refuses a channel
 /// while input from this process is unread, a unix socket reports a reset (unix(7)). A reset alone
-/// is no proof, because the other end of the copy may be a socket that was itself reset.
+/// proves nothing, because the other end of the copy may be a socket that was itself reset.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
     // POLLHUP is reported for any requested event.
     let hung_up = Interest::failure(&channel);

@@ -166,7 +166,7 @@ impl Receive {
         }
         let digests = if self.digests {
             // `digests_at_resume` must precede the VM's next migration, which cannot begin before
-            // `keep`.
+            // `hold`.
             vm.digests_at_resume().unwrap_or_else(|error| {
                 service.warn(&format!("cannot digest the memory: {error}"));
                 Vec::new()

@@ -50,7 +50,7 @@ use dunlin_lane::fault::of_io;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
-/// A server name whose connections are handed over.
+/// A server name. Connections for it are handed over.
 #[derive(Clone, Debug)]
 pub struct HandoffName {
     /// The name in the client's SNI, compared without case.
@@ -160,7 +160,9 @@ pub enum Refusal {
     )]
     Shortage(#[source] io::Error),
     /// The client requested no hand-off name, and there is no backend.
-    #[error("not a hand-off name, and no backend is configured")]
+    #[error(
+        "the client requests no name of a hand-off (SNI), and no backend is configured for other clients"
+    )]
     UnknownName,
     /// The handshake failed.
     #[error(transparent)]

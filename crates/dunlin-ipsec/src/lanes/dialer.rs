@@ -1,4 +1,5 @@
-//! The side that opens lanes over IPsec. It starts sessions with a peer and connects from their ports.
+//! The side that opens lanes over IPsec. It starts keying sessions with a peer. Each session protects
+//! a range of ports, from which the lanes connect.
 
 use std::collections::HashMap;
 use std::mem;

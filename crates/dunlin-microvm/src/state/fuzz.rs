@@ -1,4 +1,4 @@
-//! The fuzz entry for sections whose content this crate decodes.
+//! The fuzz entry for sections with content that this crate decodes.
 
 use super::Own;
 use super::tsc::Tsc;

@@ -18,7 +18,7 @@ const VERDICTS: [Verdict; 4] = [
 /// History of the source.
 #[derive(Default)]
 struct SourceHistory {
-    /// The journal's record; `None` stands for *migrating*.
+    /// The journal's record; `None` means *migrating*.
     recorded: Option<SourceRecord>,
     /// The record being written.
     recording: Option<SourceRecord>,
@@ -50,7 +50,7 @@ pub fn fuzz_source_switchover(bytes: &[u8]) {
                 SourceEvent::Recorded
             }
             Some(record) => {
-                // Either record may be on disk.
+                // After a failed write, the old or the new record may be on disk.
                 if choices.byte().is_multiple_of(2) {
                     history.recorded = Some(record);
                 }

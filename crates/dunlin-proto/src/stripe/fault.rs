@@ -82,18 +82,18 @@ pub enum PeerFault {
     },
     /// The peer names a lane that was never opened, or frames that the lane never carried.
     #[error(
-        "impossible message about lane {lane}: the lane was never opened, or did not carry these frames"
+        "impossible message about lane {lane}: the lane was never opened, or the message names frames that the lane did not carry"
     )]
     Lane {
         /// The lane.
         lane: u16,
     },
-    /// The number of frames in a lane's end is not the number of frames that have arrived.
+    /// The number of frames that a lane's end announces is not the number that has arrived.
     #[error("the end of lane {lane} announces {sent} frames, but {arrived} arrived")]
     LaneEnd {
         /// The lane.
         lane: u16,
-        /// The number of frames in the lane's end.
+        /// The number of frames that the lane's end announces.
         sent: u64,
         /// The number of frames that have arrived.
         arrived: u64,

@@ -145,7 +145,7 @@ impl Channel {
         silence(&self.tls).is_ok_and(|silent| silent.is_overdue(vanished))
     }
 
-    /// Called by the watch when the peer does not answer.
+    /// Called by the watch thread when the peer does not answer.
     pub(super) fn has_vanished(&self) {
         self.abort(self.lost("peer vanished: sent data is not acknowledged"));
     }

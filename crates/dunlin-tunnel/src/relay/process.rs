@@ -1,4 +1,4 @@
-//! A channel of a relay whose records this process seals and opens.
+//! A channel of a relay. This process seals and opens its records.
 //!
 //! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
 //! blocks in the read or write of a socket.

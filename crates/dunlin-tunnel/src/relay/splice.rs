@@ -1,4 +1,4 @@
-//! A channel of a relay whose records the kernel seals and opens. The bytes go from socket to
+//! A channel of a relay. The kernel seals and opens its records. The bytes go from socket to
 //! socket by splice(2). Only control records enter this process.
 
 use std::io;

@@ -84,7 +84,7 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
-        // The channels whose peer was silent at the last check. One check is not enough: after a
+        // The channels with a peer that was silent at the last check. One check is not enough: after a
         // long silence of both sides, data that was sent just before the check seems to be overdue.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {

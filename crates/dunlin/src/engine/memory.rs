@@ -102,7 +102,7 @@ pub struct OwnWrites {
 }
 
 impl OwnWrites {
-    /// A log of writes to `memory`. Its bitmaps must have one bit per 4 KiB.
+    /// Creates a log of writes to `memory`. The bitmaps of `memory` must have one bit per 4 KiB.
     #[must_use]
     pub fn new(memory: Arc<GuestMemoryMmap<AtomicBitmap>>) -> Self {
         Self { memory }

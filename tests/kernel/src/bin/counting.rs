@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         assert_eq!(count.system_calls.get(&READ), Some(&300));
         assert_eq!(count.system_calls.get(&CLONE), Some(&1));
 
-        // A loop whose number of instructions does not depend on the data.
+        // A loop. Its number of instructions does not depend on the data.
         let steps = |number: u64| {
             move || {
                 std::hint::black_box((0..number).fold(1_u64, |hash, step| {

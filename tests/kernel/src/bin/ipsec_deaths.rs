@@ -61,7 +61,7 @@ const LIVES: &str = "lives";
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
-/// The timeout of a process whose peer hangs.
+/// The timeout of a process after its peer hangs.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {

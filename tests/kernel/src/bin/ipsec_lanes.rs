@@ -475,7 +475,7 @@ impl Drop for Lane {
 /// Host b, which accepts lanes and reads from them.
 struct Far {
     sealed: IpsecLanes,
-    /// The identity of the peer whose lanes the host accepts.
+    /// The host accepts lanes from the peer with this identity.
     expected: Arc<Mutex<Option<PeerIdentity>>>,
     results: Arc<Mutex<Vec<bool>>>,
     /// The lanes from which the host reads.

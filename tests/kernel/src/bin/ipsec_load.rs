@@ -40,7 +40,7 @@ const RETRIES: u32 = 2;
 /// The numbers of connection states in /proc/net/tcp.
 const ESTABLISHED: u8 = 1;
 const SYN_SENT: u8 = 2;
-/// The ports whose packets must never be in the clear.
+/// Packets of these ports must never be in the clear.
 const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
 
 /// The parameters of a test of two hosts with connections between them.

@@ -203,7 +203,7 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
         }
         other => panic!("{other:?}"),
     }
-    // A lane whose security is not the agreed one is also refused.
+    // A lane with another security than the agreed one is also refused.
     let open = lane_open(SESSION, &accept.secret, 2);
     let sealed = inside("a", || open_lane(receiving.address, Some(&tls.0), &open));
     let refused =

@@ -188,8 +188,8 @@ fn data_that_arrived_before_the_keys_is_read(
     exchange(&mut client.0, &mut socket);
 }
 
-/// The kernel accepts no keys for a connection whose peer ended the stream while the consumer was
-/// late.
+/// The kernel accepts no keys for a connection if the peer ended the stream before the consumer was
+/// ready.
 fn a_client_that_ends_before_the_keys_is_refused(
     guest: &Guest,
     accept: &Accept,

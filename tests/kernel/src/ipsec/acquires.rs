@@ -118,7 +118,7 @@ impl Acquires {
         Ok(Self(socket))
     }
 
-    /// Returns the CPUs for which SAs have been requested since the last call. `None` stands for a
+    /// Returns the CPUs for which SAs have been requested since the last call. `None` means a
     /// request of an SA for all CPUs.
     ///
     /// # Errors

@@ -25,7 +25,7 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Opens a listener whose port is the first port of lanes plus `further`.
+    /// Opens a listener. Its port is the first port of lanes plus `further`.
     ///
     /// # Panics
     /// The port is in use.

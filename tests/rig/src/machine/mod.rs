@@ -440,7 +440,7 @@ fn at(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> MachineError {
     move |error| MachineError::Local(path, error)
 }
 
-/// Reads until the end, up to the buffer's length.
+/// Reads until the end of the stream or until the buffer is full.
 fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -28,7 +28,7 @@ pub enum Arrival {
     Lane {
         /// The lane.
         socket: LaneSocket,
-        /// The opening message: a lane open, unless the peer violates the protocol.
+        /// The opening message: a *lane open*, unless the peer violates the protocol.
         opening: Opening,
     },
     /// A connection that was rejected or failed.

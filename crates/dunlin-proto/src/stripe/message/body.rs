@@ -9,7 +9,7 @@ use crate::wire::EncodeError;
 use crate::wire::codec::{Fields, LANES, List, NOT_ZERO, Plain, Text, Within, layout};
 use crate::wire::message::messages;
 
-/// A position in a channel; the limit makes sums with a length safe from overflow.
+/// A position in a channel. Because of the limit, a position plus a length cannot overflow.
 const OFFSET: Within = Within(0..=MAX_CHANNEL_OFFSET);
 const MARKS: List<Fields> = List {
     most: MAX_CHANNELS,

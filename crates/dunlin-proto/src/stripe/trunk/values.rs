@@ -150,10 +150,10 @@ pub enum Left {
     /// [`crate::limits::MAX_UNREAD_BYTES`] were unread. The other side receives
     /// [`FaultCode::LeftUnread`].
     Unread,
-    /// The channel is undecided. Either few bytes are unread and the channel's end may be in flight,
-    /// or another thread is writing and will report how much is unread. [`Action::Abort`] follows,
-    /// with [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. The caller writes nothing
-    /// until then.
+    /// The channel will be aborted, but the fault code is not known yet. Either few bytes are unread
+    /// and the channel's end may still arrive, or another thread is writing and will report how much
+    /// is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
+    /// [`FaultCode::ChannelBroken`]. Until then the caller writes nothing.
     Waits,
     /// The channel is aborted, because too many bytes were unread.
     Broken,

@@ -38,7 +38,7 @@ pub enum DestinationEvent {
         /// The reason, if known here.
         why: String,
     },
-    /// The control lane is lost; the source may replace it for a while.
+    /// The control lane is lost. For a limited time, the source may replace it.
     ControlLost {
         /// The reason.
         why: String,

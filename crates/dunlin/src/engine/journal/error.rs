@@ -24,8 +24,8 @@ pub enum JournalError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// Other users may read or write the directory.
-    #[error("journal {path} has mode {mode:03o}: other users could read it, or change where VMs run; run `chmod 700 {path}`", path = path.display())]
+    /// Other users may read or write the directory, or one of them owns it.
+    #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
@@ -48,7 +48,7 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
     },
-    /// A record of this session exists that a new attempt must not replace.
+    /// This session has a record that a new attempt must not replace.
     #[error("{path} records this session as {state}, attempt {attempt}; a new attempt needs a higher number and must start after the last one has ended", path = path.display())]
     Undecided {
         /// The file.
