@@ -165,6 +165,42 @@ fn a_confined_tunnel_starts_no_programs() {
     assert!(why.contains("exec"), "{why}");
 }
 
+/// The channels of a trunk outlive the certificate with which the trunk was dialled. New channels need
+/// a renewed one.
+#[test]
+fn i6_a_certificate_that_expires_opens_no_new_channel_until_it_is_renewed() {
+    let hosts = Hosts::new();
+    let target = listen(hosts.scratch.join("out"));
+    let far = Tunnel::start(&hosts, "far", &far_config(&hosts, "a.test"));
+    let until = hosts.issue_for("short", "a.test", Duration::from_secs(4));
+    let own = hosts.scratch.join("short");
+    let config = near_config(&hosts, &far.address, "ram", "in");
+    let config = config.replace(
+        &format!("{:?}", hosts.scratch.join("a")),
+        &format!("{own:?}"),
+    );
+    let near = Tunnel::start(&hosts, "near", &config);
+    let entrance = hosts.scratch.join("in");
+    let open = connect(entrance.clone());
+    let open_far = accepted(&target);
+    // A certificate expires with the time, and with no event.
+    thread::sleep(until.saturating_duration_since(Instant::now()));
+    assert_eq!(
+        connect(entrance.clone()).read_once(&mut [0]).unwrap_or(0),
+        0
+    );
+    near.wait_for("fault=certificate-date");
+
+    for file in ["cert.pem", "key.pem"] {
+        fs::copy(hosts.scratch.join("a").join(file), own.join(file)).unwrap();
+    }
+    near.signal("HUP");
+    near.wait_for("configuration reloaded");
+    let renewed = connect(entrance);
+    exchange(renewed, accepted(&target));
+    exchange(open, open_far);
+}
+
 #[test]
 fn sighup_changes_routes_and_no_channel() {
     let scene = Scene::new();

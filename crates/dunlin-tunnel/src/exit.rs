@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::{Failure, OrFailure};
+use super::failure::Failure;
 use super::hub::Hub;
 use super::socket::Socket;
 use super::{parameter, target};
@@ -48,13 +48,11 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
         return Err(Failure::new(FaultCode::UnknownRoute, text));
     };
     let peer = &hub.terms.peer;
-    hub.site
-        .check_admitted(peer)
-        .and_then(|()| exit.allow.authorise_further(peer))
-        .or_failure(
-            FaultCode::Unauthorised,
-            format!("peer may not use route {route:?}"),
-        )?;
+    let admitted = hub.site.check_admitted(peer);
+    if let Err(refused) = admitted.and_then(|()| exit.allow.authorise_further(peer)) {
+        let text = format!("peer may not use route {route:?}");
+        return Err(Failure::new(refused.fault(), text).because(&refused));
+    }
     let target = parameter::fill(route, &exit.target, parameter)?;
     let stop = hub.stop.wakeup();
     let socket = target::open(&hub.site, &hub.programs, route, &target, stop)?;

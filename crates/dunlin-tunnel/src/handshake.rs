@@ -18,6 +18,7 @@
 //! has to be undone. The exception is [`Received`]: [`Received::refuse`] must answer the peer.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use dunlin_linux::random;
@@ -111,12 +112,14 @@ impl<'a> Selected<'a> {
         drop(self.dialling);
         let control = self.control;
         let lanes_at = peer_address(&control)?;
+        let own = Arc::clone(&site.identities().connecting);
         let terms = Terms {
             origin: Origin::Dialled(to),
             session: self.session,
             version: self.selection.version,
             security: self.selection.security,
             peer: control.peer().clone(),
+            own_until: own.dates().first().map(|own| own.not_after),
             lanes_at,
             own_secret,
             peer_secret: accepted.secret,
@@ -229,6 +232,7 @@ impl Answered {
             version: selection.version,
             security: selection.security,
             peer: control.peer().clone(),
+            own_until: None,
             lanes_at,
             own_secret: SessionSecret(random()?),
             peer_secret: accepted.secret,

@@ -529,6 +529,7 @@ impl Hub {
     }
 
     pub(super) fn status(&self) -> Status {
+        let admitted = self.site.check_admitted(&self.terms.peer);
         let core = self.lock();
         let usage = core.trunk.usage();
         Status {
@@ -538,6 +539,7 @@ impl Hub {
             lanes: core.cutters.len(),
             held_bytes: usage.held,
             unacknowledged_bytes: usage.unacknowledged,
+            refused: admitted.err().map(|refused| refused.to_string()),
         }
     }
 }

@@ -20,6 +20,8 @@ pub struct Status {
     pub held_bytes: u64,
     /// Bytes sent and not acknowledged.
     pub unacknowledged_bytes: u64,
+    /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
+    pub refused: Option<String>,
 }
 
 /// A route on this side.

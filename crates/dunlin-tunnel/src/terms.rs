@@ -1,6 +1,7 @@
 //! What the two sides of a trunk have agreed on.
 
 use std::net::SocketAddr;
+use std::time::SystemTime;
 
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
@@ -19,6 +20,9 @@ pub(super) struct Terms {
     /// any certificate of this name. [`Terms::is_the_peer`] then decides whether the lane is from
     /// this peer.
     pub(super) peer: PeerIdentity,
+    /// The end of the validity of the certificate with which this side dialled the trunk; `None` if
+    /// the peer dialled it. Later the peer refuses new channels on this trunk.
+    pub(super) own_until: Option<SystemTime>,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,
     /// Authenticates the peer's lanes.
@@ -49,6 +53,12 @@ impl Terms {
 
     pub(super) fn is_dialled(&self) -> bool {
         self.side() == Side::Connecting
+    }
+
+    /// Whether the certificate with which this side dialled the trunk has expired.
+    pub(super) fn is_own_expired(&self) -> bool {
+        self.own_until
+            .is_some_and(|until| SystemTime::now() > until)
     }
 
     /// Whether `other` is the peer of this trunk.

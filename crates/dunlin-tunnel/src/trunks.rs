@@ -133,7 +133,8 @@ impl Trunks {
             State::Up(hub) => match self.open(hub, &connection) {
                 Ok(()) => return,
                 Err(OpenError::Over) => {
-                    // If the peer is still refused, the next handshake reports the reason.
+                    // With renewed certificates, a new trunk takes the place of this one. Otherwise
+                    // the handshake reports the reason.
                     peering.state = State::Dialling(vec![connection]);
                     drop(peerings);
                     return self.dial(destination);
@@ -145,9 +146,10 @@ impl Trunks {
         self.refuse(&connection, failure);
     }
 
-    /// Opens a channel on a trunk, if its peer is still admitted.
+    /// Opens a channel on a trunk, if its peer is still admitted and admits this side.
     fn open(&self, hub: &Hub, connection: &Connection) -> Result<(), OpenError> {
-        if self.site.check_admitted(&hub.terms.peer).is_err() {
+        let is_refused = self.site.check_admitted(&hub.terms.peer).is_err();
+        if is_refused || hub.terms.is_own_expired() {
             return Err(OpenError::Over);
         }
         hub.open(&connection.socket, connection.opening.clone())

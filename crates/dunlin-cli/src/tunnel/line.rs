@@ -69,6 +69,9 @@ pub(crate) struct PeerLine {
     pub(crate) held_bytes: u64,
     /// Sent bytes that the peer has not acknowledged.
     pub(crate) unacknowledged_bytes: u64,
+    /// Why the peer gets no new channel, if it gets none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) refused: Option<String>,
 }
 
 impl RouteLine {
@@ -123,6 +126,7 @@ impl From<&Status> for PeerLine {
             lanes: status.lanes as u64,
             held_bytes: status.held_bytes,
             unacknowledged_bytes: status.unacknowledged_bytes,
+            refused: status.refused.clone(),
         }
     }
 }

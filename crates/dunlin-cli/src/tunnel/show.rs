@@ -57,6 +57,9 @@ pub(crate) fn show(line: &TunnelLine) {
             peer.unacknowledged_bytes as f64 / MIB,
         );
         println!("  {}", clean(&text));
+        if let Some(why) = &peer.refused {
+            println!("    opens no new channel: {}", clean(why));
+        }
     }
 }
 

@@ -218,10 +218,11 @@ impl Identity {
     }
 
     /// Checks a peer that was admitted earlier against the denied keys and revocation lists of this
-    /// identity. A previously loaded identity may have admitted the peer.
+    /// identity, and whether its certificate has expired. A previously loaded identity may have
+    /// admitted the peer.
     ///
     /// # Errors
-    /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    /// [`PeerRefused::Denied`], [`PeerRefused::Revoked`] or [`PeerRefused::Expired`].
     #[cfg(feature = "unstable-internals")]
     pub fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
         self.authorities.check_admitted(peer)

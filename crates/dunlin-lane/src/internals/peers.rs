@@ -11,6 +11,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use dunlin_proto::fault::FaultCode;
 pub use dunlin_proto::journal::peer::Principal;
 use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -129,6 +130,11 @@ pub enum PeerRefused {
     /// A revocation list of this host contains the certificate.
     #[error("the peer's certificate is revoked: give the peer another certificate")]
     Revoked,
+    /// The certificate has expired since the peer was admitted.
+    #[error(
+        "the peer's certificate has expired since it connected: renew it on the peer, or correct this host's clock"
+    )]
+    Expired,
     /// Only pins are allowed, and none of them matches.
     #[error(
         "the peer's certificate is not the pinned one: it is {certificate}, its key is {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise another host answers at that address",
@@ -142,6 +148,16 @@ pub enum PeerRefused {
         /// The allowed peers.
         allowed: Vec<Peer>,
     },
+}
+
+impl PeerRefused {
+    /// The fault code.
+    pub fn fault(&self) -> FaultCode {
+        match self {
+            Self::Expired => FaultCode::CertificateDate,
+            _ => FaultCode::Unauthorised,
+        }
+    }
 }
 
 impl Pin {

@@ -193,10 +193,11 @@ impl Authorities {
         Ok(())
     }
 
-    /// Checks a peer that was admitted earlier, perhaps before the lists were reloaded.
+    /// Checks a peer that was admitted earlier, perhaps before the lists were reloaded or its
+    /// certificate expired.
     ///
     /// # Errors
-    /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    /// [`PeerRefused::Denied`], [`PeerRefused::Revoked`] or [`PeerRefused::Expired`].
     pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
         self.denied.check(&peer.leaf, &peer.intermediates)?;
         if let Some(authority) = &peer.authority {
@@ -205,7 +206,8 @@ impl Authorities {
         // The certificate was parsed on admission, and the lists when they were loaded, so parsing
         // does not fail here.
         self.check_listed(&peer.leaf)
-            .map_err(|_| PeerRefused::Revoked)
+            .map_err(|_| PeerRefused::Revoked)?;
+        in_date(&peer.leaf, UnixTime::now()).map_err(|_| PeerRefused::Expired)
     }
 }
 
