@@ -58,6 +58,7 @@ check:
 	@$(MAKE) --no-print-directory book
 	command -v cargo-deny >/dev/null || cargo install --locked --debug cargo-deny@0.20.2
 	cargo deny check bans licenses sources
+	@tools/advisories
 	@tools/publish
 
 # Checks the links of all pages, and builds docs/ into target/book.
