@@ -260,6 +260,7 @@ fn assert_imprisoned(captive: &Captive, foreign: &Scratch) {
     assert_eq!(made, Err(Errno::EACCES));
 }
 
+/// Claim H8 of docs/security.
 #[test]
 fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
     let (hosts, foreign) = (Hosts::new(), foreign());
@@ -291,6 +292,7 @@ fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
     hosts.assert_runs(&destination);
 }
 
+/// Claim H8 of docs/security.
 #[test]
 fn an_attacker_in_a_process_that_runs_a_vm() {
     let (hosts, foreign) = (Hosts::new(), foreign());

@@ -170,6 +170,7 @@ fn a_test_and_the_claims_that_it_shows_name_each_other() {
     assert_eq!(comments, shown.len());
 }
 
+/// Claim H1 of docs/security.
 #[test]
 fn files_and_sockets_of_a_process_are_private() {
     let hosts = Hosts::new();
