@@ -5,6 +5,7 @@ use std::io;
 
 use dunlin_proto::fault::FaultCode;
 
+use super::accept::reading::RejectReason;
 use super::control::ControlError;
 use super::handshake::HandshakeError;
 use super::identity::IdentityError;
@@ -67,6 +68,21 @@ pub fn of_handshake(error: &HandshakeError) -> FaultCode {
         HandshakeError::Offload(refused) => refused.fault(),
         HandshakeError::Local(_) => FaultCode::Internal,
         error => fault_behind(error).unwrap_or_else(|| error.of_control_lane()),
+    }
+}
+
+impl RejectReason {
+    /// The fault code.
+    #[must_use]
+    pub fn fault(&self) -> FaultCode {
+        match self {
+            Self::Handshake(error) => of_handshake(error),
+            Self::Deadline | Self::Io(_) => FaultCode::ControlLost,
+            Self::Evicted => FaultCode::LaneLimit,
+            Self::Shortage(error) => of_io(error),
+            Self::Opening(error) => error.fault(),
+            Self::Unknown(_) => FaultCode::NotDunlin,
+        }
     }
 }
 

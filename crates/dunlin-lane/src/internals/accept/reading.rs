@@ -4,12 +4,10 @@ use std::io::{self, Read};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use dunlin_proto::fault::FaultCode;
 use dunlin_proto::wire::DecodeError;
 use rustls::Connection;
 use thiserror::Error;
 
-use crate::internals::fault::{of_handshake, of_io};
 use crate::internals::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
 use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
@@ -52,21 +50,6 @@ pub enum RejectReason {
     /// The connection failed.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
-}
-
-impl RejectReason {
-    /// The fault code.
-    #[must_use]
-    pub fn fault(&self) -> FaultCode {
-        match self {
-            Self::Handshake(error) => of_handshake(error),
-            Self::Deadline | Self::Io(_) => FaultCode::ControlLost,
-            Self::Evicted => FaultCode::LaneLimit,
-            Self::Shortage(error) => of_io(error),
-            Self::Opening(error) => error.fault(),
-            Self::Unknown(_) => FaultCode::NotDunlin,
-        }
-    }
 }
 
 /// Reads a handshake record by record and consumes no byte beyond the current record.
