@@ -9,6 +9,7 @@ use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::wire::DecodeError;
 
 use dunlin_lane::control::{ControlError, OpenError};
+use dunlin_lane::fault::fault_behind;
 
 /// A failure, with all of its causes in one text. Its `Display` prints what happened, who is at
 /// fault and the advice for the code.
@@ -76,10 +77,10 @@ impl Failure {
 
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
-        let code = match error {
+        let code = fault_behind(&error).unwrap_or(match error {
             ControlError::PeerAlert(_) => FaultCode::Unauthorised,
             _ => FaultCode::ControlLost,
-        };
+        });
         Self::new(code, "the control lane was lost").because(&error)
     }
 }
@@ -88,7 +89,10 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Self {
         match &error {
             OpenError::Refused(refusal) => Self::of_peer(refusal.fault, &refusal.text),
-            _ => Self::new(error.fault(), "cannot open a control lane").because(&error),
+            _ => {
+                let code = fault_behind(&error).unwrap_or(error.fault());
+                Self::new(code, "cannot open a control lane").because(&error)
+            }
         }
     }
 }
