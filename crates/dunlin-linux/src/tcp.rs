@@ -106,6 +106,17 @@ pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     }
 }
 
+/// Whether neither side has closed the connection (`tcpi_state` of `TCP_INFO`).
+///
+/// # Errors
+/// An error from getsockopt(2).
+pub fn is_established(socket: impl AsFd) -> io::Result<bool> {
+    // TCP_ESTABLISHED of include/net/tcp_states.h.
+    const ESTABLISHED: u8 = 1;
+    let (info, _) = info(socket)?;
+    Ok(info[offset_of!(libc::tcp_info, tcpi_state)] == ESTABLISHED)
+}
+
 /// The start of `struct tcp_info`, and the number of bytes that the kernel has written.
 fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
     option::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO)
@@ -171,6 +182,17 @@ mod tests {
             assert_eq!(sent_bytes(&near).unwrap(), 2);
             assert!(incoming_cpu(&far).unwrap() < 4096);
         }
+    }
+
+    #[test]
+    fn a_connection_is_established_until_a_side_closes_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        assert!(is_established(&far).unwrap());
+        drop(near);
+        assert_eq!(far.read(&mut [0]).unwrap(), 0);
+        assert!(!is_established(&far).unwrap());
     }
 
     #[test]

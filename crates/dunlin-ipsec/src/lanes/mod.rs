@@ -40,7 +40,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
-use dunlin_linux::tcp::{incoming_cpu, send_window};
+use dunlin_linux::tcp::{incoming_cpu, is_established, send_window};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::Opening;
@@ -330,7 +330,9 @@ impl Shared {
                 return false;
             }
             session.session.want_cpu(one.cpu);
-            one.since.elapsed() < ANSWERING_LIMIT
+            // This copy of the descriptor would keep the kernel from closing the connection, and the
+            // peer waits for that before it frees the ports.
+            one.since.elapsed() < ANSWERING_LIMIT && is_established(&one.lane).unwrap_or(false)
         });
     }
 
