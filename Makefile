@@ -32,8 +32,8 @@ audit:
 
 # The limit of lines of product code: 54,000, less 258 lines that moved from crates/ to tests/, plus
 # 210 for the demo's check outside the downtime, plus 350 for confinement of the hand-off, special
-# files in journals, revocation in hand-offs, expired peers and the codes of rejected connections. A change that raises
-# the limit states its reason here.
+# files in journals, revocation in hand-offs, expired peers and the codes of rejected connections. A
+# change that raises the limit states its reason here.
 LINES_LIMIT = 54302
 
 # Runs the checks that CI runs before the tests.

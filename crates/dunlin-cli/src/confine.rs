@@ -133,8 +133,8 @@ impl Confining {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ConfiningService {
     /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
-    /// the kernel allows (nothing in a tunnel with an `exec` route), `yes` everything or the process
-    /// does not start.
+    /// the kernel allows (nothing in a tunnel with an `exec` route), `yes` drops everything or the
+    /// process does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }
@@ -167,7 +167,7 @@ impl ConfiningService {
         }
         // A route may need these capabilities.
         let kept = [Capability::OthersFiles, Capability::LowPorts];
-        let left = "no privileges but for others' sockets and low ports";
+        let left = "no privileges except for others' sockets and low ports";
         self.apply((&kept, left), calls::Work::Channels, || {
             files::Rules::changing_none(control, sockets)
         })
@@ -181,7 +181,7 @@ impl ConfiningService {
     pub(crate) fn handoff(&self) -> Result<Line> {
         // The sockets of receivers may belong to other users.
         let kept = [Capability::OthersFiles];
-        let left = "no privileges but for others' sockets";
+        let left = "no privileges except for others' sockets";
         self.apply((&kept, left), calls::Work::Handoff, || {
             files::Rules::changing_none(None, &[])
         })

@@ -260,7 +260,7 @@ fn assert_imprisoned(captive: &Captive, foreign: &Scratch) {
     assert_eq!(made, Err(Errno::EACCES));
 }
 
-/// Claim H8 of docs/security.
+/// Claim H10 of docs/security.
 #[test]
 fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
     let (hosts, foreign) = (Hosts::new(), foreign());
@@ -292,7 +292,7 @@ fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
     hosts.assert_runs(&destination);
 }
 
-/// Claim H8 of docs/security.
+/// Claim H10 of docs/security.
 #[test]
 fn an_attacker_in_a_process_that_runs_a_vm() {
     let (hosts, foreign) = (Hosts::new(), foreign());
@@ -310,6 +310,7 @@ fn an_attacker_in_a_process_that_runs_a_vm() {
     hosts.assert_runs(&source);
 }
 
+/// Claim H11 of docs/security.
 #[test]
 fn an_attacker_in_a_tunnel() {
     let foreign = foreign();
@@ -324,6 +325,7 @@ fn an_attacker_in_a_tunnel() {
     tunnel::exchange(near, far);
 }
 
+/// Claim H11 of docs/security.
 #[test]
 fn an_attacker_in_an_acceptor_of_hand_offs() {
     let foreign = foreign();
