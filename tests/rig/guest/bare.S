@@ -312,6 +312,7 @@ fill:
     mov     rsi, r12
     shl     rsi, 12
     add     rsi, [rbp + FIRST]
+    mov     qword ptr [rsi], 0      # firmware may have used this memory
     mov     rax, r8                 # the word
     mov     r10, r8                 # the difference from the signature
     mov     ecx, 8
