@@ -329,3 +329,38 @@ fn sleeper(host: &Host) -> Child {
 fn namespace_file(name: &str) -> PathBuf {
     Path::new("/run/netns").join(name)
 }
+
+/// The count names the listener's port, whichever side opened the connection, and finds a word at any
+/// offset.
+#[test]
+fn a_count_finds_payload_by_port_and_by_content() {
+    const WORD: u64 = 0x0123_4567_89ab_cdef;
+    const HIGH: u16 = 61_000;
+    let Some((near, far, link)) = pair(&LinkOptions::default()) else {
+        return;
+    };
+    for family in [Family::V4, Family::V6] {
+        let wire = link.count(&near, [WORD].into()).unwrap();
+        let idle = link.count(&far, [WORD].into()).unwrap();
+        let address = link.address(&far, family);
+        let listener = far.run(|| TcpListener::bind((address, HIGH)));
+        let listener = listener.unwrap().unwrap();
+        let mut stream = near
+            .run(|| TcpStream::connect((address, HIGH)))
+            .unwrap()
+            .unwrap();
+        let (mut accepted, _) = listener.accept().unwrap();
+        let mut content = vec![0; 1003];
+        content.extend(WORD.to_le_bytes());
+        accepted.write_all(&content).unwrap();
+        stream.read_exact(&mut vec![0; content.len()]).unwrap();
+        stream.write_all(&[1]).unwrap();
+        accepted.read_exact(&mut [0]).unwrap();
+        for wire in [wire, idle] {
+            let traffic = wire.stop().unwrap();
+            assert_eq!(traffic.bytes, [(HIGH, 1012)].into(), "{traffic:?}");
+            assert_eq!(traffic.found, [(HIGH, 1)].into(), "{traffic:?}");
+            assert_eq!(traffic.others, 0, "{traffic:?}");
+        }
+    }
+}

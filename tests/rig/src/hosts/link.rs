@@ -1,5 +1,6 @@
 //! A link between two hosts.
 
+use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use crate::linux::tun::Tun;
 
 use super::delay::Delay;
-use super::{Capture, Host, HostsError, ip, run};
+use super::{Capture, Host, HostsError, Wire, ip, run};
 
 /// The properties of a link.
 #[derive(Clone, Copy, Debug, Default)]
@@ -307,6 +308,18 @@ impl Link {
         let peer = self.ends.iter().find(|other| other.v4 != end.v4);
         let peer = peer.expect("a link has two ends").v4;
         Capture::start(host, &end.interface, peer.into(), file)
+    }
+
+    /// Starts to count what crosses this link, at a host's end, and to search it for `words`.
+    ///
+    /// # Errors
+    /// The packets cannot be read.
+    ///
+    /// # Panics
+    /// The link has a delay, or does not connect this host.
+    pub fn count(&self, host: &Host, words: HashSet<u64>) -> Result<Wire, HostsError> {
+        assert!(self.delay.is_none(), "the packets of a TUN device differ");
+        Wire::start(host, &self.end(host).interface, words)
     }
 
     fn end(&self, host: &Host) -> &End {

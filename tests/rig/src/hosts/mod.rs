@@ -22,6 +22,7 @@
 mod capture;
 mod delay;
 mod link;
+mod wire;
 
 use std::fs::{self, File};
 use std::io;
@@ -36,6 +37,7 @@ use thiserror::Error;
 
 pub use capture::Capture;
 pub use link::{Direction, Family, Link, LinkOptions};
+pub use wire::{Traffic, Wire};
 
 use dunlin_test_base::maker::{Maker, kill};
 

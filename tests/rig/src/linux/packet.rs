@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 /// The value of `SO_RCVBUFFORCE` in bytes. The buffer must be large enough for the packets that a
@@ -16,6 +16,12 @@ const LONGEST: usize = 128 << 10;
 pub struct Packets {
     socket: OwnedFd,
     room: Mutex<Vec<u8>>,
+}
+
+impl AsFd for Packets {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
 }
 
 /// A frame with its Ethernet header.
