@@ -6,6 +6,7 @@
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
 //! - [`machine`]: a guest in QEMU: start, control, migration, comparison with another guest.
+//! - [`libvirt`]: two hosts with a libvirtd each, and virtual machines under it.
 //! - [`linux`]: kernel interfaces that only tests use.
 //! - [`need`]: skips or fails a test if the machine lacks something.
 #![deny(unsafe_code)]
@@ -15,6 +16,7 @@ pub mod cache;
 pub mod debian;
 pub mod guest;
 pub mod hosts;
+pub mod libvirt;
 #[allow(unsafe_code)]
 pub mod linux;
 pub mod machine;

@@ -9,6 +9,7 @@ pub use dunlin_test_base::need::or_skip;
 use crate::debian::{self, DebianError, Qemu};
 use crate::guest::{Guest, Workload};
 use crate::hosts::Host;
+use crate::libvirt::Pair;
 use crate::machine::{Accelerator, Setup};
 
 /// Whether hosts can be created.
@@ -40,6 +41,19 @@ pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
 #[must_use]
 pub fn qemu() -> Option<Qemu> {
     fetched(debian::qemu())
+}
+
+/// Two hosts with libvirt, or `None` if hosts cannot be created or libvirt cannot be fetched.
+///
+/// # Panics
+/// The hosts do not start.
+#[must_use]
+pub fn libvirt() -> Option<Pair> {
+    if !hosts() {
+        return None;
+    }
+    fetched(debian::libvirt())?;
+    Some(Pair::start().unwrap_or_else(|error| panic!("{error}")))
 }
 
 /// The bare guest in QEMU from Debian, on KVM if available.

@@ -17,6 +17,7 @@
 
 mod apt;
 mod kernel;
+mod libvirt;
 mod qemu;
 mod root;
 
@@ -26,6 +27,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 pub use kernel::{Kernel, Which, cached_kernels, kernel};
+pub use libvirt::libvirt;
 pub use qemu::{Qemu, qemu};
 pub use root::{packages, program};
 

@@ -28,11 +28,15 @@ mod bare;
 mod initramfs;
 mod linux;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 pub use initramfs::Initramfs;
 
 use crate::debian::Kernel;
+
+/// The factor in the signature of a page.
+const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The initial content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +83,27 @@ impl Workload {
         (self.hot * 2 / 5 + 1..self.hot)
             .find(|stride| divides(self.hot, *stride) == 1)
             .unwrap_or(0)
+    }
+
+    /// One word of each page that does not start as zeros. It is at offset 8 and never changes.
+    #[must_use]
+    pub fn words(&self) -> HashSet<u64> {
+        let word = |page: u64| {
+            let signature = (page + 1).wrapping_mul(SIGNATURE) ^ self.seed;
+            match self.content {
+                Content::Zero => None,
+                Content::Mixed if page.is_multiple_of(2) => None,
+                Content::Text => Some(signature.rotate_left(8)),
+                Content::Random | Content::Mixed => {
+                    let mut word = signature;
+                    word ^= word << 13;
+                    word ^= word >> 7;
+                    word ^= word << 17;
+                    Some(word)
+                }
+            }
+        };
+        (0..self.pages).filter_map(word).collect()
     }
 
     fn content_number(&self) -> u64 {

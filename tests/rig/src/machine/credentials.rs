@@ -43,39 +43,15 @@ impl Credentials {
     /// A name is not a DNS name.
     pub fn new(server: &str, client: &str) -> Result<Self, MachineError> {
         let folder = Scratch::try_new().map_err(at("a scratch folder"))?;
-        let mut authority = parameters("Rig authority");
-        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let key = KeyPair::generate().expect("the operating system gives random numbers");
-        let certificate = authority
-            .self_signed(&key)
-            .expect("the parameters are complete");
-        write(&folder.join("ca-cert.pem"), &certificate.pem())?;
-        let issuer = Issuer::new(authority, key);
+        let authority = Authority::new();
+        write(&folder.join("ca-cert.pem"), &authority.certificate)?;
         for (role, name, usage) in [
             ("server", server, ExtendedKeyUsagePurpose::ServerAuth),
             ("client", client, ExtendedKeyUsagePurpose::ClientAuth),
         ] {
-            let mut bearer = parameters(name);
-            bearer.subject_alt_names = vec![
-                SanType::DnsName(name.try_into().expect("the name is a DNS name")),
-                SanType::IpAddress(Ipv4Addr::LOCALHOST.into()),
-            ];
-            // QEMU requires keyEncipherment, which TLS 1.3 does not use.
-            bearer.key_usages = vec![
-                KeyUsagePurpose::DigitalSignature,
-                KeyUsagePurpose::KeyEncipherment,
-            ];
-            bearer.extended_key_usages = vec![usage];
-            let key = KeyPair::generate().expect("the operating system gives random numbers");
-            let certificate = bearer
-                .signed_by(&key, &issuer)
-                .expect("the parameters are complete");
-            write(&folder.join(format!("{role}-cert.pem")), &certificate.pem())?;
-            write(
-                &folder.join(format!("{role}-key.pem")),
-                &key.serialize_pem(),
-            )?;
+            let (certificate, key) = authority.issue(name, vec![usage]);
+            write(&folder.join(format!("{role}-cert.pem")), &certificate)?;
+            write(&folder.join(format!("{role}-key.pem")), &key)?;
         }
         write(&folder.join("dh-params.pem"), DH_PARAMETERS)?;
         Ok(Self(folder))
@@ -85,6 +61,69 @@ impl Credentials {
     #[must_use]
     pub fn folder(&self) -> PathBuf {
         self.0.path().to_path_buf()
+    }
+}
+
+/// The files of hosts with these names, from one new authority: names and contents. Each host has
+/// one certificate for both roles.
+pub(crate) fn of_hosts(names: [&str; 2]) -> [Vec<(&'static str, String)>; 2] {
+    let authority = Authority::new();
+    names.map(|name| {
+        let usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
+        let (certificate, key) = authority.issue(name, usages);
+        vec![
+            ("ca-cert.pem", authority.certificate.clone()),
+            ("server-cert.pem", certificate.clone()),
+            ("server-key.pem", key.clone()),
+            ("client-cert.pem", certificate),
+            ("client-key.pem", key),
+            ("dh-params.pem", DH_PARAMETERS.to_owned()),
+        ]
+    })
+}
+
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: String,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let mut parameters = parameters("Rig authority");
+        parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        parameters.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().expect("the operating system gives random numbers");
+        let certificate = parameters
+            .self_signed(&key)
+            .expect("the parameters are complete")
+            .pem();
+        Self {
+            issuer: Issuer::new(parameters, key),
+            certificate,
+        }
+    }
+
+    /// Issues a certificate for `name` and 127.0.0.1. Returns it and its key as PEM.
+    fn issue(&self, name: &str, usages: Vec<ExtendedKeyUsagePurpose>) -> (String, String) {
+        let mut bearer = parameters(name);
+        bearer.subject_alt_names = vec![
+            SanType::DnsName(name.try_into().expect("the name is a DNS name")),
+            SanType::IpAddress(Ipv4Addr::LOCALHOST.into()),
+        ];
+        // QEMU requires keyEncipherment, which TLS 1.3 does not use.
+        bearer.key_usages = vec![
+            KeyUsagePurpose::DigitalSignature,
+            KeyUsagePurpose::KeyEncipherment,
+        ];
+        bearer.extended_key_usages = usages;
+        let key = KeyPair::generate().expect("the operating system gives random numbers");
+        let certificate = bearer
+            .signed_by(&key, &self.issuer)
+            .expect("the parameters are complete");
+        (certificate.pem(), key.serialize_pem())
     }
 }
 

@@ -39,6 +39,7 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 pub use credentials::Credentials;
+pub(crate) use credentials::of_hosts;
 pub use migration::{Migrated, Migration, begin, cancel, finish, migrate};
 pub use qmp::{Qmp, QmpError};
 

@@ -1,0 +1,29 @@
+//! libvirt 11.3 and QEMU 10.0 from trixie, the newest in Debian. trixie-backports has no libvirt.
+
+use std::path::PathBuf;
+
+use super::DebianError;
+use super::root::packages;
+
+/// Returns the folder with libvirtd, its driver for QEMU, virsh, QEMU and nft, and fetches it if it
+/// is not in the cache. Run its programs in a root file system made of it.
+///
+/// # Errors
+/// There is no network, or the package has changed; see [`DebianError`].
+pub fn libvirt() -> Result<PathBuf, DebianError> {
+    let names = [
+        "iproute2",
+        "libvirt-clients",
+        "libvirt-daemon",
+        "libvirt-daemon-driver-qemu",
+        "nftables",
+        "qemu-system-x86",
+    ];
+    let root = packages("trixie", &names)?;
+    for program in ["usr/sbin/libvirtd", "usr/bin/virsh"] {
+        if !root.join(program).is_file() {
+            return Err(DebianError::Missing(program.to_owned(), root));
+        }
+    }
+    Ok(root)
+}
