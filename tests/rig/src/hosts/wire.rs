@@ -16,6 +16,7 @@ const ETHERNET_BYTES: usize = 14;
 const IPV6_BYTES: usize = 40;
 const TCP: u8 = 6;
 const ICMPV6: u8 = 58;
+const HOP_BY_HOP: u8 = 0;
 
 /// A count of the traffic at one end of a link, in both directions. It runs in a thread until it
 /// is stopped or dropped.
@@ -224,7 +225,9 @@ fn segment(frame: &[u8]) -> Packet<'_> {
             0x0806 => return Some(Packet::Resolution),
             _ => return None,
         };
-        if protocol == ICMPV6 {
+        // A host announces its multicast groups in ICMPv6 behind an extension header.
+        let is_group = protocol == HOP_BY_HOP && frame.get(ip + header) == Some(&ICMPV6);
+        if protocol == ICMPV6 || is_group {
             return Some(Packet::Resolution);
         }
         if protocol != TCP {

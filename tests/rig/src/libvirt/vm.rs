@@ -65,7 +65,9 @@ impl Vm {
         format!(
             "<domain type='{accelerator}'>\n<name>{name}</name>\n\
              <memory unit='MiB'>{memory}</memory>\n<vcpu>1</vcpu>\n\
-             <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{kernel}</kernel></os>\n\
+             <os><type arch='x86_64' machine='pc'>hvm</type>\
+             <loader readonly='yes' type='rom'>/usr/share/qemu/qboot.rom</loader>\
+             <kernel>{kernel}</kernel></os>\n\
              <on_crash>destroy</on_crash>\n<devices>\n\
              <emulator>/usr/bin/qemu-system-x86_64</emulator>\n{disk}\
              <controller type='usb' model='none'/>\n<memballoon model='none'/>\n\
