@@ -19,6 +19,7 @@ pub mod passed;
 pub mod poll;
 pub mod privileges;
 pub mod random;
+pub mod redirected;
 pub mod regular;
 pub mod signals;
 pub mod socket;

@@ -13,7 +13,7 @@
 //! sockets, threads or a clock; this crate carries them out.
 //!
 //! ```text
-//!   Tunnel ─▶ entrance, on_demand ─▶ carriers ─▶ trunks, relay
+//!   Tunnel ─▶ entrance, redirect, on_demand ─▶ carriers ─▶ trunks, relay
 //!                                       trunks ─▶ talk ─▶ send, receive, exit ─▶ hub ─▶ site
 //!                                          └─▶ handshake ────────────────────────────────▲
 //! ```
@@ -22,7 +22,8 @@
 //!
 //! - `options`: routes and limits, checked before anything is opened. `route`: the two ends of a
 //!   route.
-//! - `entrance`: the listeners of the configuration. `on_demand`: listeners that are opened for one
+//! - `entrance`: the listeners of the configuration. `redirect`: the listener for connections that
+//!   the packet filter redirects. `on_demand`: listeners that are opened for one
 //!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
 //!   connect.
 //! - `carriers`: passes an accepted connection to a trunk or a relay.
@@ -62,6 +63,7 @@ mod parameter;
 mod piece;
 mod port;
 mod receive;
+mod redirect;
 mod relay;
 mod route;
 mod send;
@@ -76,7 +78,8 @@ mod trunks;
 mod watched;
 
 use dunlin_lane::sync::lock;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -99,16 +102,17 @@ pub use on_demand::{
     Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener,
 };
 pub use options::{
-    BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
-    Routes, WINDOW_BYTES,
+    BadRoute, BadRouteReason, DEFAULT_LANES, DEFAULT_REDIRECT_PORT, Entrance, Exit, Limits,
+    MAX_WINDOW_BYTES, Mode, Routes, WINDOW_BYTES,
 };
-pub use route::{Listen, RelayExit, Target};
+pub use route::{Listen, Ports, RelayExit, Target};
 pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
 use carriers::Carriers;
 use entrance::EntranceListener;
+use redirect::RedirectListener;
 use relay::Relays;
 use site::Site;
 use threads::Worker;
@@ -169,6 +173,7 @@ pub struct Tunnel {
     carriers: Carriers,
     tls: ServerTls,
     entrances: Mutex<Vec<EntranceListener>>,
+    redirect: Mutex<Option<RedirectListener>>,
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
@@ -231,6 +236,7 @@ impl Tunnel {
             carriers,
             tls,
             entrances: Mutex::default(),
+            redirect: Mutex::default(),
             on_demand: Mutex::default(),
             sockets,
             address,
@@ -336,6 +342,12 @@ impl Tunnel {
         routes
     }
 
+    /// The number of connections to the redirect port that were refused, because no route is
+    /// redirected from their original destination.
+    pub fn refused_redirects(&self) -> u64 {
+        self.site.strays.load(Ordering::Relaxed)
+    }
+
     /// The status of each trunk and of each relay's channel.
     pub fn status(&self) -> Vec<Status> {
         let mut all = self.carriers.trunks.status();
@@ -369,10 +381,14 @@ impl Tunnel {
     /// address.
     fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
         let mut entrances = lock(&self.entrances);
+        let mut redirect = lock(&self.redirect);
         let mut fresh = Vec::new();
         let mut stay = Vec::new();
         for entrance in &routes.entrances {
-            if entrance.listen == Listen::OnDemand {
+            if matches!(
+                entrance.listen,
+                Listen::OnDemand | Listen::Redirected { .. }
+            ) {
                 continue;
             }
             if entrances.iter().any(|one| one.is_at(entrance)) {
@@ -386,7 +402,17 @@ impl Tunnel {
                 error,
             })?);
         }
+        let port = routes.redirect_port();
+        let opened = match port {
+            Some(port) if !redirect.as_ref().is_some_and(|one| one.is_at(port)) => {
+                Some(self.open_redirect(port)?)
+            }
+            _ => None,
+        };
         self.carriers.relays.listen(identities, routes)?;
+        if opened.is_some() || port.is_none() {
+            *redirect = opened;
+        }
         entrances.retain(|listener| {
             let own = stay.iter().find(|entrance| listener.is_at(entrance));
             if let Some(entrance) = own {
@@ -398,9 +424,18 @@ impl Tunnel {
         Ok(())
     }
 
+    fn open_redirect(&self, port: u16) -> Result<RedirectListener, TunnelError> {
+        RedirectListener::open(&self.carriers, port).map_err(|error| TunnelError::Listen {
+            route: "redirect".to_owned(),
+            listen: Listen::Tcp((Ipv4Addr::LOCALHOST, port).into()),
+            error,
+        })
+    }
+
     /// Closes all listeners.
     fn close_all(&self) {
         lock(&self.entrances).clear();
+        *lock(&self.redirect) = None;
         self.carriers.relays.close_ports();
         for listener in lock(&self.on_demand).iter() {
             listener.close();

@@ -118,7 +118,9 @@ impl Listener {
                 (Self::Tcp(listener), None)
             }
             Listen::Passed(name) => (passed.get(name)?.try_clone()?, None),
-            Listen::OnDemand => return Err(io::ErrorKind::Unsupported.into()),
+            Listen::OnDemand | Listen::Redirected { .. } => {
+                return Err(io::ErrorKind::Unsupported.into());
+            }
         };
         match &listener {
             Self::Unix(listener) => listener.set_nonblocking(true)?,

@@ -71,6 +71,7 @@ pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
     pub(super) exits: Vec<Exit>,
     pub(super) relays: Vec<RelayExit>,
+    redirect_port: Option<u16>,
 }
 
 /// Why routes are invalid. The configuration is at fault.
@@ -132,6 +133,9 @@ pub enum BadRouteReason {
         /// The target.
         target: Target,
     },
+    /// The route's mode is *relay*, and its connections are redirected.
+    #[error("a relay carries no port, which redirected connections need")]
+    RedirectedRelay,
     /// The target's parameter placeholders are invalid.
     #[error("invalid target: {0}")]
     Parameter(#[from] BadParameterTarget),
@@ -163,11 +167,17 @@ impl Routes {
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
                 return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
+            let is_redirected = matches!(entrance.listen, Listen::Redirected { .. });
+            if is_redirected && matches!(entrance.mode, Mode::Relay(_)) {
+                return Err(bad(BadRouteReason::RedirectedRelay));
+            }
             // The kernel chooses another port for each listener with port 0, so these listeners do
             // not conflict.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
-            if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
+            if !listeners.insert(&entrance.listen) && !any_port && !nowhere
+                || redirects_the_same(entrance, &entrances)
+            {
                 return Err(bad(BadRouteReason::SameListener(entrance.listen.clone())));
             }
         }
@@ -183,7 +193,7 @@ impl Routes {
         Ok(Self {
             entrances,
             exits,
-            relays: Vec::new(),
+            ..Self::default()
         })
     }
 
@@ -213,6 +223,42 @@ impl Routes {
         self.relays = exits;
         Ok(self)
     }
+
+    /// Sets the port on 127.0.0.1 and ::1 to which the packet filter redirects connections
+    /// ([`Listen::Redirected`]); [`DEFAULT_REDIRECT_PORT`] if it is not set.
+    #[must_use]
+    pub fn with_redirect_port(self, port: u16) -> Self {
+        let redirect_port = Some(port);
+        Self {
+            redirect_port,
+            ..self
+        }
+    }
+
+    /// The port for redirected connections; `None` if no route has any.
+    pub(super) fn redirect_port(&self) -> Option<u16> {
+        let is_redirected = |one: &Entrance| matches!(one.listen, Listen::Redirected { .. });
+        let port = self.redirect_port.unwrap_or(DEFAULT_REDIRECT_PORT);
+        self.entrances.iter().any(is_redirected).then_some(port)
+    }
+}
+
+/// The default of [`Routes::with_redirect_port`].
+pub const DEFAULT_REDIRECT_PORT: u16 = 18301;
+
+/// Whether another entrance is redirected from the same address and one of the same ports.
+fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {
+    let Listen::Redirected { address, ports } = entrance.listen else {
+        return false;
+    };
+    let is_same = |other: &Entrance| match other.listen {
+        Listen::Redirected {
+            address: at,
+            ports: others,
+        } => at == address && ports.overlap(others),
+        _ => false,
+    };
+    all.iter().filter(|other| is_same(other)).count() > 1
 }
 
 fn bad(route: &str, why: BadRouteReason) -> BadRoute {

@@ -19,7 +19,7 @@ use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
 use super::failure::Failure;
-use super::route::Target;
+use super::route::{Ports, Target};
 
 /// The longest parameter name, in bytes. The operator chooses the name.
 const MAX_KEY_BYTES: usize = 32;
@@ -28,6 +28,9 @@ const MAX_KEY_BYTES: usize = 32;
 const MAX_VALUE_BYTES: usize = 128;
 /// The longest path of a unix socket, in bytes (`sun_path`, unix(7)).
 const MAX_PATH_BYTES: usize = 107;
+
+/// The parameter of [`Target::Ports`].
+pub(super) const PORT_KEY: &str = "port";
 
 /// A parameter of a channel: a name and a value, both checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -254,7 +257,23 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
             };
             Target::Exec(words.map(word).collect())
         }
+        Target::Ports { addresses, ports } => match parse_port(&parameter.value) {
+            Some(port) if ports.contains(port) => Target::Ports {
+                addresses: addresses.clone(),
+                ports: Ports {
+                    first: port,
+                    last: port,
+                },
+            },
+            _ => return refuse(format!("{parameter} is not one of the ports {ports}")),
+        },
     })
+}
+
+/// Parses a port in its only spelling: decimal, without a sign or leading zeros.
+fn parse_port(text: &str) -> Option<u16> {
+    let port = text.parse::<u16>().ok()?;
+    (port.to_string() == text).then_some(port)
 }
 
 impl Target {
@@ -274,6 +293,7 @@ impl Target {
                 }
                 None => Ok(None),
             },
+            Self::Ports { .. } => Ok(Some(PORT_KEY.to_owned())),
         }
     }
 }
@@ -354,6 +374,38 @@ mod tests {
         ] {
             let refused = fill("ram", &target, "vm=web").unwrap_err();
             assert!(refused.text().contains("takes no parameter"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn i7_a_peer_names_only_a_port_of_the_configured_range() {
+        let addresses = vec!["127.0.0.1".parse().unwrap()];
+        let target = |first, last| Target::Ports {
+            addresses: addresses.clone(),
+            ports: Ports { first, last },
+        };
+        let range = target(49152, 49215);
+        for port in [49152, 49200, 49215] {
+            let filled = fill("ram", &range, &format!("port={port}")).unwrap();
+            assert_eq!(filled, target(port, port));
+        }
+        for given in [
+            "",
+            "port=",
+            "port=49151",
+            "port=49216",
+            "port=22",
+            "port=0",
+            "port=049152",
+            "port=+49152",
+            "port=114688",
+            "port=4294967296",
+            "port=10.77.0.2",
+            "port=49152.",
+            "vm=49152",
+        ] {
+            let refused = fill("ram", &range, given).unwrap_err();
+            assert_eq!(refused.code(), FaultCode::ParameterRefused, "{given:?}");
         }
     }
 

@@ -1,12 +1,35 @@
 //! The parts of a route: where it accepts connections, its target, and the peer to which it leads.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
 use dunlin_proto::negotiate::LaneSecurity;
+
+/// TCP ports from `first` to `last`, both included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ports {
+    /// The lowest port.
+    pub first: u16,
+    /// The highest port.
+    pub last: u16,
+}
+
+impl Ports {
+    /// Whether `port` is one of these.
+    #[must_use]
+    pub fn contains(self, port: u16) -> bool {
+        (self.first..=self.last).contains(&port)
+    }
+
+    /// Whether a port is in both.
+    #[must_use]
+    pub fn overlap(self, other: Self) -> bool {
+        self.first <= other.last && other.first <= self.last
+    }
+}
 
 /// Where a route accepts connections.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -19,6 +42,26 @@ pub enum Listen {
     Passed(String),
     /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
+    /// The tunnel's redirect port ([`super::Routes::with_redirect_port`]): connections whose client
+    /// connected to one of these ports at this address, before the packet filter redirected it.
+    Redirected {
+        /// A peer's address.
+        address: IpAddr,
+        /// Ports at the peer.
+        ports: Ports,
+    },
+}
+
+impl Listen {
+    /// Whether connections to `original` belong to this redirected listener.
+    pub(super) fn is_redirected_from(&self, original: SocketAddr) -> bool {
+        match self {
+            Self::Redirected { address, ports } => {
+                *address == original.ip() && ports.contains(original.port())
+            }
+            _ => false,
+        }
+    }
 }
 
 /// What a route's channels are connected to. In the path of a unix socket and in the arguments of a
@@ -32,6 +75,31 @@ pub enum Target {
     /// A program and its arguments. It is started once per channel, with the channel as its
     /// standard input and output.
     Exec(Vec<String>),
+    /// The port that the channel's parameter `port` names, if it is one of `ports`, at the first of
+    /// these local addresses that accepts the connection.
+    Ports {
+        /// The addresses, in the order in which they are tried.
+        addresses: Vec<IpAddr>,
+        /// The ports that a peer may name.
+        ports: Ports,
+    },
+}
+
+impl fmt::Display for Ports {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { first, last } = self;
+        match first == last {
+            true => write!(formatter, "{first}"),
+            false => write!(formatter, "{first}-{last}"),
+        }
+    }
+}
+
+fn at_ports(address: IpAddr, ports: Ports) -> String {
+    match address {
+        IpAddr::V4(address) => format!("{address}:{ports}"),
+        IpAddr::V6(address) => format!("[{address}]:{ports}"),
+    }
 }
 
 impl fmt::Display for Listen {
@@ -41,6 +109,9 @@ impl fmt::Display for Listen {
             Self::Tcp(address) => write!(formatter, "tcp:{address}"),
             Self::Passed(name) => write!(formatter, "systemd:{name}"),
             Self::OnDemand => formatter.write_str("no listener until one is opened"),
+            Self::Redirected { address, ports } => {
+                write!(formatter, "redirect:{}", at_ports(*address, *ports))
+            }
         }
     }
 }
@@ -51,6 +122,11 @@ impl fmt::Display for Target {
             Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
             Self::Tcp(to) => write!(formatter, "tcp:{to}"),
             Self::Exec(words) => write!(formatter, "exec:{}", words.join(" ")),
+            Self::Ports { addresses, ports } => {
+                let addresses = addresses.iter().map(|one| at_ports(*one, *ports));
+                let addresses: Vec<_> = addresses.collect();
+                write!(formatter, "tcp:{}", addresses.join(", tcp:"))
+            }
         }
     }
 }

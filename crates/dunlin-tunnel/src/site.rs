@@ -3,7 +3,8 @@
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -15,6 +16,7 @@ use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
+use super::route::Listen;
 use super::status::RouteStatus;
 use super::threads::Threads;
 use dunlin_lane::dial::{Connector, StandardConnector};
@@ -39,6 +41,8 @@ pub(super) struct Site {
     events: SyncSender<Event>,
     /// The number of events that were dropped because the queue was full.
     dropped: AtomicUsize,
+    /// The number of connections to the redirect port that no route takes.
+    pub(super) strays: AtomicU64,
     pub(super) threads: Threads,
     /// Control lanes and relays that are being dialled.
     pub(super) dials: Dials,
@@ -65,6 +69,7 @@ impl Site {
             draining: AtomicBool::new(false),
             events,
             dropped: AtomicUsize::new(0),
+            strays: AtomicU64::new(0),
             threads: Threads::default(),
             dials: Dials::default(),
         }
@@ -82,11 +87,22 @@ impl Site {
         routes.exits.iter().find(|one| one.route == route).cloned()
     }
 
-    /// The entrance of a route.
+    /// The entrance of a route, unless its connections are redirected.
     pub(super) fn entrance(&self, route: &str) -> Option<Entrance> {
         let routes = lock(&self.routes);
         let mut entrances = routes.entrances.iter();
-        entrances.find(|one| one.route == route).cloned()
+        let is_it = |one: &&Entrance| {
+            one.route == route && !matches!(one.listen, Listen::Redirected { .. })
+        };
+        entrances.find(is_it).cloned()
+    }
+
+    /// The entrance of connections that were redirected from this address.
+    pub(super) fn redirected_entrance(&self, original: SocketAddr) -> Option<Entrance> {
+        let routes = lock(&self.routes);
+        let mut entrances = routes.entrances.iter();
+        let found = entrances.find(|one| one.listen.is_redirected_from(original));
+        found.cloned()
     }
 
     /// The counters of a route.
@@ -99,8 +115,15 @@ impl Site {
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
         let configured = lock(&self.routes).clone();
+        let redirect_port = configured.redirect_port();
         for one in configured.entrances {
-            routes.entry(one.route).or_default().to = Some(one.to);
+            let status = routes.entry(one.route).or_default();
+            if let (Listen::Redirected { .. }, Some(port)) = (&one.listen, redirect_port) {
+                status.listens = Some(Listen::Tcp((Ipv4Addr::LOCALHOST, port).into()));
+            }
+            // A redirected route has an entrance for each address of its peers.
+            let others = status.to.take().map(|others| format!("{others}, "));
+            status.to = Some(others.unwrap_or_default() + &one.to);
         }
         for exit in configured.exits {
             routes.entry(exit.route).or_default().target = Some(exit.target);

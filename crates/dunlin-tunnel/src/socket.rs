@@ -2,7 +2,7 @@
 
 use dunlin_lane::sync::lock;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::redirected;
 use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
 use super::failure::Failure;
@@ -59,6 +60,27 @@ impl Stream {
         };
         set_liveness(&stream, &liveness)?;
         Ok(Self::Tcp(stream))
+    }
+
+    /// The address to which the client connected before the packet filter redirected it.
+    ///
+    /// # Errors
+    /// The errors of [`redirected::original_destination`].
+    pub(super) fn original_destination(&self) -> io::Result<SocketAddr> {
+        match self {
+            Self::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
+            Self::Tcp(stream) => redirected::original_destination(stream),
+        }
+    }
+
+    /// The client's address, for the log.
+    pub(super) fn client(&self) -> String {
+        match self {
+            Self::Unix(_) => "a unix socket".to_owned(),
+            Self::Tcp(stream) => stream
+                .peer_addr()
+                .map_or_else(|error| error.to_string(), |address| address.to_string()),
+        }
     }
 
     /// Makes this stream the connection of a channel.

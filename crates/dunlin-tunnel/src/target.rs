@@ -1,6 +1,7 @@
 //! Connects a route's channels to their target.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -43,10 +44,33 @@ pub(super) fn open(
             .connect(to, deadline, stop)
             .and_then(Stream::tcp),
         Target::Exec(words) => execute(site, programs, words),
+        Target::Ports { addresses, ports } => {
+            connect_first(site, addresses, ports.first, deadline, stop).and_then(Stream::tcp)
+        }
     };
     let text = format!("route {route:?}: {target} cannot be reached");
     let stream = opened.or_failure(FaultCode::TargetUnreachable, text)?;
     Ok(stream.counted(Count::new(site.meter(route), None)))
+}
+
+/// Connects to the first address that accepts a connection at `port`. Returns the error of the last
+/// one.
+fn connect_first(
+    site: &Site,
+    addresses: &[IpAddr],
+    port: u16,
+    deadline: Instant,
+    stop: &Wakeup,
+) -> io::Result<TcpStream> {
+    let mut result = Err(io::ErrorKind::AddrNotAvailable.into());
+    for address in addresses {
+        let to = SocketAddr::new(*address, port).to_string();
+        result = site.connector.connect(&to, deadline, stop);
+        if result.is_ok() {
+            break;
+        }
+    }
+    result
 }
 
 /// Starts a program with one end of a socket pair as its standard input and output.
