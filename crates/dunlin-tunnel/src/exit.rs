@@ -6,10 +6,13 @@ use std::sync::Arc;
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::hub::Hub;
+use super::meter::Count;
+use super::options::WINDOW_BYTES;
+use super::probe::ECHO_ROUTE;
 use super::socket::Socket;
-use super::{parameter, target};
+use super::{parameter, probe, target};
 
 /// Connects a channel to its target and reports the result to the core. Runs in a separate thread.
 pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
@@ -41,6 +44,12 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
 /// Connects to a route's target. Returns the connection and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
+        if route == ECHO_ROUTE && hub.site.has_exit_for(&hub.terms.peer) {
+            let opened = probe::echo(&hub.echoes);
+            let stream = opened.or_failure(FaultCode::Busy, "cannot start an echo")?;
+            let count = Count::new(hub.site.meter(ECHO_ROUTE), None);
+            return Ok((stream.counted(count), WINDOW_BYTES));
+        }
         let text = format!(
             "unknown route {:?}: no target on this side",
             harmless(route)

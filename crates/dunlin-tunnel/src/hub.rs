@@ -61,6 +61,8 @@ pub(super) struct Hub {
     pub(super) idle: Condvar,
     /// The number of running target programs of this peer.
     pub(super) programs: Arc<AtomicUsize>,
+    /// The number of running echoes of this peer.
+    pub(super) echoes: Arc<AtomicUsize>,
     /// Cancels the dials of targets when the trunk has ended.
     pub(super) stop: Stop,
     pub(super) threads: Threads,
@@ -283,6 +285,7 @@ impl Hub {
             talk: Condvar::new(),
             idle: Condvar::new(),
             programs: Arc::default(),
+            echoes: Arc::default(),
             stop: Stop::new()?,
             threads: Threads::default(),
             began: Instant::now(),

@@ -26,6 +26,7 @@
 //!   the packet filter redirects. `on_demand`: listeners that are opened for one
 //!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
 //!   connect.
+//! - `probe`: sends bytes to a peer and back, to test the path; and the peer's side of it.
 //! - `carriers`: passes an accepted connection to a trunk or a relay.
 //! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
@@ -62,6 +63,7 @@ mod options;
 mod parameter;
 mod piece;
 mod port;
+mod probe;
 mod receive;
 mod redirect;
 mod relay;
@@ -105,6 +107,7 @@ pub use options::{
     BadRoute, BadRouteReason, DEFAULT_LANES, DEFAULT_REDIRECT_PORT, Entrance, Exit, Limits,
     MAX_WINDOW_BYTES, Mode, Routes, WINDOW_BYTES,
 };
+pub use probe::{MAX_PROBE_BYTES, Probe};
 pub use route::{Listen, Ports, RelayExit, Target};
 pub use status::{RouteStatus, Status};
 
@@ -327,6 +330,17 @@ impl Tunnel {
         let mut on_demand = lock(&self.on_demand);
         on_demand.retain(|listener| !listener.status().is_over());
         on_demand.clone()
+    }
+
+    /// Sends `bytes`, at most [`MAX_PROBE_BYTES`], through a channel to the peer of `entrance` and
+    /// reads them back, at a trunk with the entrance's settings. The peer's tunnel returns the bytes
+    /// if this side may use one of its targets.
+    ///
+    /// # Errors
+    /// [`Failure`]: the reason why the channel was refused or failed. The channels of other
+    /// connections are not affected.
+    pub fn probe(&self, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
+        probe::run(&self.carriers, entrance, bytes)
     }
 
     /// The routes of this side and their traffic.

@@ -87,6 +87,14 @@ impl Site {
         routes.exits.iter().find(|one| one.route == route).cloned()
     }
 
+    /// Whether a peer may use any target of this side now.
+    pub(super) fn has_exit_for(&self, peer: &PeerIdentity) -> bool {
+        let routes = lock(&self.routes);
+        let mut exits = routes.exits.iter();
+        self.check_admitted(peer).is_ok()
+            && exits.any(|exit| exit.allow.authorise_further(peer).is_ok())
+    }
+
     /// The entrance of a route, unless its connections are redirected.
     pub(super) fn entrance(&self, route: &str) -> Option<Entrance> {
         let routes = lock(&self.routes);

@@ -1,0 +1,225 @@
+//! The echo: a channel that returns its bytes, to test the path to a peer before a VM depends on it.
+//!
+//! ```text
+//!  Tunnel::probe ─▶ channel of the route `dunlin-echo` ═ trunk ═▶ echo in the peer's tunnel
+//!       ▲                                                            │
+//!       └────────────────────── the same bytes ◀─────────────────────┘
+//! ```
+//!
+//! Every tunnel answers the route for peers that may use one of its targets.
+
+use dunlin_lane::sync::{self, lock};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_proto::fault::FaultCode;
+
+use super::carriers::Carriers;
+use super::counted::Counted;
+use super::failure::{Failure, OrFailure};
+use super::listener::next_number;
+use super::meter::{Count, Ending, Tally};
+use super::options::Entrance;
+use super::socket::Stream;
+
+/// The route of the echo. A configured target of this name takes its place.
+pub(super) const ECHO_ROUTE: &str = "dunlin-echo";
+
+/// The maximum number of bytes that an echo returns.
+pub const MAX_PROBE_BYTES: u64 = 1 << 30;
+/// How long an echo waits for the next bytes, and how long a probe waits for its bytes to return.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The maximum number of echoes of one trunk. Each has a thread.
+const ECHOES: usize = 4;
+const PIECE_BYTES: usize = 256 << 10;
+
+/// The result of [`super::Tunnel::probe`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probe {
+    /// The time until the trunk and a channel to the peer were open and the first byte had returned.
+    pub first_byte: Duration,
+    /// The time in which the remaining bytes went to the peer and back.
+    pub remaining: Duration,
+    /// Bytes that went to the peer and came back unchanged.
+    pub bytes: u64,
+}
+
+/// Sends `bytes` through a channel to the peer of `entrance` and reads them back.
+///
+/// # Errors
+/// The reason why the channel failed, or why it returned other bytes.
+pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
+    let bytes = bytes.clamp(1, MAX_PROBE_BYTES);
+    let outcome = Arc::new(Outcome::default());
+    let what = "cannot create a local connection";
+    let (near, far) = UnixStream::pair().or_failure(FaultCode::Kernel, what)?;
+    let stream = Stream::unix(near).or_failure(FaultCode::Kernel, what)?;
+    let tally = Arc::clone(&outcome) as Arc<dyn Tally>;
+    let entrance = Entrance {
+        route: ECHO_ROUTE.to_owned(),
+        ..entrance.clone()
+    };
+    let count = Count::new(carriers.site.meter(ECHO_ROUTE), Some(tally));
+    let began = Instant::now();
+    carriers.carry(
+        &entrance,
+        next_number(),
+        String::new(),
+        stream.counted(count),
+    );
+    exchange(&far, bytes, began).map_err(|error| {
+        drop(far);
+        let failure = outcome.failure(PATIENCE);
+        let text = format!("the peer at {} returned no bytes", entrance.to);
+        failure.unwrap_or_else(|| Failure::new(FaultCode::ChannelBroken, text).because(&error))
+    })
+}
+
+/// Writes `bytes` to one end of a connection while it reads them from the same end.
+fn exchange(stream: &UnixStream, bytes: u64, began: Instant) -> io::Result<Probe> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut first = [FIRST];
+    (&*stream).write_all(&first)?;
+    (&*stream).read_exact(&mut first)?;
+    let first_byte = began.elapsed();
+    if first != [FIRST] {
+        return Err(other_bytes());
+    }
+    let began = Instant::now();
+    let rest = bytes - 1;
+    thread::scope(|scope| {
+        let writer = thread::Builder::new().name("dunlin-probe".to_owned());
+        let writer = writer.spawn_scoped(scope, || {
+            let sent = send(stream, rest);
+            stream.shutdown(Shutdown::Write).and(sent)
+        })?;
+        let received = receive(stream, rest);
+        if received.is_err() {
+            // Ends the writer. Fails only if the connection is closed.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        let sent = writer
+            .join()
+            .unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
+        received.and(sent)
+    })?;
+    Ok(Probe {
+        first_byte,
+        remaining: began.elapsed(),
+        bytes,
+    })
+}
+
+const FIRST: u8 = 0xd1;
+
+/// The byte at an offset of the test data: no period of the data divides a frame.
+fn piece(offset: u64) -> Vec<u8> {
+    let of = |at: u64| u8::try_from((offset + at) % 251).unwrap_or(0);
+    (0..PIECE_BYTES as u64).map(of).collect()
+}
+
+fn send(mut stream: &UnixStream, bytes: u64) -> io::Result<()> {
+    let mut sent = 0;
+    while sent < bytes {
+        let data = piece(sent);
+        let now = data
+            .len()
+            .min(usize::try_from(bytes - sent).unwrap_or(data.len()));
+        stream.write_all(data.get(..now).unwrap_or(&data))?;
+        sent += now as u64;
+    }
+    Ok(())
+}
+
+fn receive(mut stream: &UnixStream, bytes: u64) -> io::Result<()> {
+    let mut received = 0;
+    let mut data = vec![0; PIECE_BYTES];
+    while received < bytes {
+        let expected = piece(received);
+        let now = data
+            .len()
+            .min(usize::try_from(bytes - received).unwrap_or(data.len()));
+        let (data, expected) = (data.get_mut(..now), expected.get(..now));
+        let (Some(data), Some(expected)) = (data, expected) else {
+            return Err(other_bytes());
+        };
+        stream.read_exact(data)?;
+        if *data != *expected {
+            return Err(other_bytes());
+        }
+        received += now as u64;
+    }
+    match stream.read(&mut [0])? {
+        0 => Ok(()),
+        _ => Err(other_bytes()),
+    }
+}
+
+fn other_bytes() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the bytes came back changed")
+}
+
+/// How the probe's channel ended.
+#[derive(Debug, Default)]
+struct Outcome {
+    ended: Mutex<Option<Option<Failure>>>,
+    changed: Condvar,
+}
+
+impl Outcome {
+    /// The reason for the end of the channel, if it ends within `limit`.
+    fn failure(&self, limit: Duration) -> Option<Failure> {
+        let deadline = Instant::now() + limit;
+        let mut ended = lock(&self.ended);
+        while ended.is_none() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            ended = sync::wait(&self.changed, ended, Some(left));
+        }
+        ended.clone().flatten()
+    }
+}
+
+impl Tally for Outcome {
+    fn begins(&self) {}
+
+    fn ends(&self, ending: Ending) {
+        *lock(&self.ended) = Some(match ending {
+            Ending::Badly(why) => why,
+            Ending::Well | Ending::LeftUnread => None,
+        });
+        self.changed.notify_all();
+    }
+}
+
+/// Starts an echo. `echoes` counts those of the same trunk that have not ended. Returns its
+/// connection.
+///
+/// # Errors
+/// Too many echoes run, or the process has no free descriptors or threads.
+pub(super) fn echo(echoes: &Arc<AtomicUsize>) -> io::Result<Stream> {
+    let running = Counted::one_more(echoes, ECHOES).ok_or_else(|| {
+        let text = format!("limit of simultaneous tests reached for this peer ({ECHOES})");
+        io::Error::new(io::ErrorKind::QuotaExceeded, text)
+    })?;
+    let (near, far) = UnixStream::pair()?;
+    far.set_read_timeout(Some(PATIENCE))?;
+    far.set_write_timeout(Some(PATIENCE))?;
+    thread::Builder::new()
+        .name("dunlin-echo".to_owned())
+        .spawn(move || {
+            let _running = running;
+            // A failure ends the connection, which the peer sees.
+            let _ = io::copy(&mut (&far).take(MAX_PROBE_BYTES), &mut &far);
+            let _ = far.shutdown(Shutdown::Write);
+        })?;
+    Stream::unix(near)
+}

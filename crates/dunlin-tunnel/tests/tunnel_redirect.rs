@@ -1,0 +1,208 @@
+//! Targets with a range of ports, the listener for redirected connections, and probes of the path to
+//! a peer. The redirect itself needs the packet filter; `tunnel_redirect.rs` of dunlin-cli tests it.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_test_base::sockets::{ReadOnce as _, with_timeout};
+use dunlin_test_support::lane::{Authority, names};
+use dunlin_test_support::tunnel::{Events, FAR, NEAR, OTHER, identities};
+use dunlin_tunnel::{
+    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, Ports, Routes, Target, Tunnel,
+    WINDOW_BYTES,
+};
+
+fn any_port() -> TcpListener {
+    TcpListener::bind("127.0.0.1:0").unwrap()
+}
+
+/// A free port at which nothing listens.
+fn free_port() -> u16 {
+    any_port().local_addr().unwrap().port()
+}
+
+fn entrance(listen: Listen, to: SocketAddr) -> Entrance {
+    Entrance {
+        route: "ram".to_owned(),
+        listen,
+        to: to.to_string(),
+        peers: names(&[FAR]),
+        lanes: 2,
+        window_bytes: WINDOW_BYTES,
+        mode: Mode::Stripe,
+    }
+}
+
+/// A far tunnel with a target of `ports` at `addresses`, for the peer `allow`.
+fn far(authority: &Authority, allow: &str, addresses: &[&str], ports: Ports) -> Tunnel {
+    let addresses = addresses.iter().map(|one| one.parse().unwrap()).collect();
+    let exit = Exit {
+        route: "ram".to_owned(),
+        allow: names(&[allow]),
+        target: Target::Ports { addresses, ports },
+        window_bytes: WINDOW_BYTES,
+    };
+    let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
+    let own = identities(authority.identity(&[FAR]));
+    Tunnel::builder(any_port(), own, &routes).start().unwrap()
+}
+
+fn near(authority: &Authority, routes: &Routes) -> (Tunnel, Events) {
+    let events = Events::default();
+    let tunnel = Tunnel::builder(any_port(), identities(authority.identity(&[NEAR])), routes)
+        .observer(events.observer())
+        .start()
+        .unwrap();
+    (tunnel, events)
+}
+
+fn one(port: u16) -> Ports {
+    Ports {
+        first: port,
+        last: port,
+    }
+}
+
+/// Opens a listener with the parameter `port=PORT` and connects to it.
+fn through(tunnel: &Tunnel, port: u16) -> TcpStream {
+    let demand = Demand {
+        route: "ram".to_owned(),
+        parameter: Some(format!("port={port}").parse().unwrap()),
+        listen: Listen::Tcp("127.0.0.1:0".parse().unwrap()),
+        lanes: None,
+        once: true,
+    };
+    let listener = tunnel.open(&demand).unwrap();
+    let Listen::Tcp(at) = listener.listen() else {
+        panic!("{:?}", listener.listen())
+    };
+    with_timeout(TcpStream::connect(at).unwrap())
+}
+
+#[test]
+fn a_channel_reaches_the_port_that_it_names_at_the_first_address_that_accepts() {
+    let authority = Authority::new();
+    // Nothing listens at the first address.
+    let target = TcpListener::bind("127.0.0.2:0").unwrap();
+    let port = target.local_addr().unwrap().port();
+    let far = far(&authority, NEAR, &["127.0.0.3", "127.0.0.2"], one(port));
+    let routes = vec![entrance(Listen::OnDemand, far.address())];
+    let (near, _) = near(&authority, &Routes::new(routes, Vec::new()).unwrap());
+    let mut client = through(&near, port);
+    let mut server = with_timeout(target.accept().unwrap().0);
+    client.write_all(b"memory").unwrap();
+    let mut read = [0; 6];
+    server.read_exact(&mut read).unwrap();
+    assert_eq!(&read, b"memory");
+}
+
+#[test]
+fn i7_an_authorised_peer_reaches_no_port_outside_the_range() {
+    let authority = Authority::new();
+    let outside = any_port();
+    let port = outside.local_addr().unwrap().port();
+    let inside = Ports {
+        first: port + 1,
+        last: port + 1,
+    };
+    let far = far(&authority, NEAR, &["127.0.0.1"], inside);
+    let routes = vec![entrance(Listen::OnDemand, far.address())];
+    let (near, events) = near(&authority, &Routes::new(routes, Vec::new()).unwrap());
+    assert!(!matches!(through(&near, port).read_once(&mut [0]), Ok(1..)));
+    let refused = events.wait("refusal", |one| matches!(one, Event::Refused { .. }));
+    assert_eq!(refused.fault(), Some(FaultCode::ParameterRefused));
+    outside.set_nonblocking(true).unwrap();
+    assert_eq!(outside.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+}
+
+#[test]
+fn a_connection_that_was_not_redirected_is_refused_and_counted() {
+    let authority = Authority::new();
+    let listen = Listen::Redirected {
+        address: "192.0.2.7".parse().unwrap(),
+        ports: Ports {
+            first: 49152,
+            last: 49215,
+        },
+    };
+    let port = free_port();
+    let to = (Ipv4Addr::LOCALHOST, free_port()).into();
+    let routes = Routes::new(vec![entrance(listen, to)], Vec::new()).unwrap();
+    let (near, events) = near(&authority, &routes.with_redirect_port(port));
+    assert_eq!(near.refused_redirects(), 0);
+    let stray = with_timeout(TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap());
+    assert!(!matches!((&stray).read_once(&mut [0]), Ok(1..)));
+    let rejected = events.wait("rejection", |one| matches!(one, Event::Rejected { .. }));
+    assert_eq!(rejected.fault(), Some(FaultCode::UnknownRoute));
+    assert_eq!(near.refused_redirects(), 1);
+    // A reload without redirected routes closes the port.
+    let none = identities(authority.identity(&[NEAR]));
+    near.replace(none, &Routes::default()).unwrap();
+    let closed = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap_err();
+    assert_eq!(closed.kind(), ErrorKind::ConnectionRefused);
+}
+
+#[test]
+fn two_routes_cannot_be_redirected_from_one_port_and_a_relay_cannot_be_redirected() {
+    let redirected = |first, last| Listen::Redirected {
+        address: "192.0.2.7".parse().unwrap(),
+        ports: Ports { first, last },
+    };
+    let to = "192.0.2.7:1".parse().unwrap();
+    let routes = |others| {
+        let entrances = vec![entrance(redirected(100, 200), to), entrance(others, to)];
+        Routes::new(entrances, Vec::new()).map_err(|bad| bad.why)
+    };
+    for (first, last) in [(100, 200), (200, 300), (50, 100), (150, 160), (1, 999)] {
+        let bad = routes(redirected(first, last)).unwrap_err();
+        assert!(matches!(bad, BadRouteReason::SameListener(_)), "{bad:?}");
+    }
+    assert!(routes(redirected(201, 300)).is_ok());
+    let mut relay = entrance(redirected(1, 2), to);
+    relay.mode = Mode::Relay(dunlin_lane::policy::OldestTls::default());
+    let bad = Routes::new(vec![relay], Vec::new()).unwrap_err();
+    assert_eq!(bad.why, BadRouteReason::RedirectedRelay);
+}
+
+#[test]
+fn a_probe_sends_bytes_to_a_peer_and_back() {
+    let authority = Authority::new();
+    let far = far(&authority, NEAR, &["127.0.0.1"], one(free_port()));
+    let to = entrance(Listen::OnDemand, far.address());
+    let routes = Routes::new(vec![to.clone()], Vec::new()).unwrap();
+    let (near, _) = near(&authority, &routes);
+    let bytes = (9 << 20) + 17;
+    let probe = near.probe(&to, bytes).unwrap();
+    assert_eq!(probe.bytes, bytes);
+    assert_eq!(near.probe(&to, 1).unwrap().bytes, 1);
+}
+
+#[test]
+fn a_probe_reports_why_a_peer_cannot_be_used() {
+    let authority = Authority::new();
+    let (near, _) = near(&authority, &Routes::default());
+    // The peer admits this side to no target.
+    let stranger = far(&authority, OTHER, &["127.0.0.1"], one(free_port()));
+    let refused = near.probe(&entrance(Listen::OnDemand, stranger.address()), 1);
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code(), FaultCode::Unauthorised, "{refused}");
+    // Nothing listens there.
+    let nowhere = (Ipv4Addr::LOCALHOST, free_port()).into();
+    let failed = near.probe(&entrance(Listen::OnDemand, nowhere), 1);
+    let failed = failed.unwrap_err();
+    assert_eq!(failed.code(), FaultCode::ControlLost, "{failed}");
+}
+
+/// A peer that may use a target, but is not the one that the entrance expects.
+#[test]
+fn a_probe_accepts_no_other_peer() {
+    let authority = Authority::new();
+    let far = far(&authority, NEAR, &["127.0.0.1"], one(free_port()));
+    let (near, _) = near(&authority, &Routes::default());
+    let mut to = entrance(Listen::OnDemand, far.address());
+    to.peers = names(&[OTHER]);
+    let refused = near.probe(&to, 1).unwrap_err();
+    assert_eq!(refused.code(), FaultCode::Unauthorised, "{refused}");
+}
