@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::fault::fault_of;
 use crate::text::{chained, clean, clean_lines};
-use crate::tunnel::line::{ListenerLine, TunnelLine};
+use crate::tunnel::line::{CheckedLine, ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
     fn from(choice: &Choice) -> Self {
@@ -165,6 +165,8 @@ pub(crate) enum Line {
     Tunnel(Box<TunnelLine>),
     /// An on-demand listener of a tunnel.
     Listener(ListenerLine),
+    /// The path to a peer's tunnel works.
+    Checked(CheckedLine),
     Done,
 }
 
@@ -355,6 +357,7 @@ impl Line {
                     }
                 }
             }
+            Self::Checked(line) => line.text(),
             Self::LaneLost { lane, text } => format!("lane {lane} lost: {}", clean(text)),
             Self::ControlLost { text } => format!("control lane lost: {}", clean(text)),
             Self::ControlResumed => "control lane replaced".into(),

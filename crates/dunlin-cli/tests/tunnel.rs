@@ -7,7 +7,7 @@ mod tunnel;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -312,4 +312,44 @@ fn a_bad_configuration_is_reported_before_anything_runs() {
         assert!(done.err.contains("bad.toml:3:"), "{}", done.err);
         assert!(done.err.contains("lanes"), "{}", done.err);
     }
+}
+
+#[test]
+fn check_connect_sends_bytes_to_each_peer_and_back_or_reports_why_not() {
+    let hosts = Hosts::new();
+    let target = hosts.scratch.join("target");
+    let far = format!(
+        "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.ram]\ntarget = \"unix:{}\"\nallow = [\"a.test\"]\n",
+        hosts.scratch.join("b"),
+        target.display(),
+    );
+    let far = Tunnel::start(&hosts, "far", &far);
+    let check = |to: &str, peer: &str| {
+        let file = hosts.scratch.join("near.toml");
+        let text = format!(
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.ram]\nto = \"{to}\"\npeers = [{peer:?}]\n",
+            hosts.scratch.join("a"),
+        );
+        fs::write(&file, text).unwrap();
+        let mut command = words("tunnel check --connect --size 3M --json --config");
+        command.arg(&file);
+        command
+    };
+    let done = finish(check(&far.address, "b.test")).expect(0);
+    let line = &done.lines()[0];
+    assert_eq!(line["event"], "checked", "{line}");
+    assert_eq!(line["bytes"], 3 << 20, "{line}");
+    assert_eq!(line["to"], far.address, "{line}");
+    assert!(line["gib_per_s"].as_f64().unwrap() > 0.0, "{line}");
+    // The peer has another name.
+    let done = finish(check(&far.address, "c.test")).expect(1);
+    let line = &done.lines()[0];
+    assert_eq!(line["fault"], "unauthorised", "{line}");
+    assert_eq!(line["at_fault"], "configuration", "{line}");
+    // No tunnel runs there.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let nowhere = free.local_addr().unwrap().to_string();
+    drop(free);
+    let line = &finish(check(&nowhere, "b.test")).expect(1).lines()[0];
+    assert_eq!(line["fault"], "control-lost", "{line}");
 }

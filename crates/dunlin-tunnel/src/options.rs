@@ -155,6 +155,11 @@ impl Routes {
             })
     }
 
+    /// The entrances.
+    pub fn entrances(&self) -> &[Entrance] {
+        &self.entrances
+    }
+
     /// Checks entrances and exits.
     ///
     /// # Errors

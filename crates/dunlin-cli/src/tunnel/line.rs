@@ -3,6 +3,8 @@
 use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
+use crate::text::clean;
+
 /// A running tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TunnelLine {
@@ -72,6 +74,33 @@ pub(crate) struct PeerLine {
     /// Why the peer gets no new channel, if it gets none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) refused: Option<String>,
+}
+
+/// The path to a peer's tunnel, as `dunlin tunnel check --connect` found it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct CheckedLine {
+    /// The address of the peer's tunnel.
+    pub(crate) to: String,
+    /// A route to the peer.
+    pub(crate) route: String,
+    pub(crate) bytes: u64,
+    /// Time until the first byte had returned, connecting included.
+    pub(crate) first_byte_ms: f64,
+    /// Bytes per time, in each direction.
+    pub(crate) gib_per_s: f64,
+}
+
+impl CheckedLine {
+    /// The result in one line.
+    pub(crate) fn text(&self) -> String {
+        let (to, route) = (clean(&self.to), clean(&self.route));
+        let mib = self.bytes as f64 / (1_u64 << 20) as f64;
+        format!(
+            "route {route} to {to}: {mib:.1} MiB there and back at {:.2} GiB/s; the first byte \
+             returned after {:.1} ms",
+            self.gib_per_s, self.first_byte_ms
+        )
+    }
 }
 
 impl RouteLine {

@@ -5,6 +5,7 @@
 //! and `dunlin status`.
 
 mod ask;
+mod check;
 mod config;
 mod control_service;
 pub(crate) mod line;
@@ -22,8 +23,9 @@ pub(crate) use show::{show, status_within};
 pub(crate) enum Command {
     /// Carry connections until SIGTERM; SIGHUP reloads the configuration.
     Run(run::Run),
-    /// Check a configuration and its certificates, and report every mistake.
-    Check(run::Check),
+    /// Check a configuration and its certificates, and report every mistake; with --connect, test
+    /// the path to each peer.
+    Check(check::Check),
     /// Add a listener to a running tunnel, for one VM's migration for example; prints its address.
     /// It closes with its last connection.
     Open(ask::Open),

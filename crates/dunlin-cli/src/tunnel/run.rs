@@ -20,7 +20,7 @@ use tracing::{info, warn};
 use super::config::table::Port;
 use super::config::{Config, Ipsec};
 use super::control_service::{ControlService, name_of};
-use crate::code::{DONE, FAILED};
+use crate::code::FAILED;
 use crate::confine::{self, ConfiningService, Needs};
 use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
@@ -48,21 +48,6 @@ pub(crate) struct Run {
     confining: ConfiningService,
     #[command(flatten)]
     log: LogFlags,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct Check {
-    /// The configuration, a TOML file; see docs/reference/config.md.
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
-}
-
-impl Check {
-    pub(crate) fn run(&self) -> Result<i32> {
-        read(&self.config)?;
-        println!("{}: valid", self.config.display());
-        Ok(DONE)
-    }
 }
 
 impl Run {
@@ -247,7 +232,7 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
 }
 
 /// Reads a configuration and its certificates.
-fn read(file: &Path) -> Result<(Config, Identities)> {
+pub(super) fn read(file: &Path) -> Result<(Config, Identities)> {
     let text = std::fs::read_to_string(file)
         .with_context(|| format!("cannot read the configuration {}", file.display()))?;
     let config = Config::parse(file, &text)?;
