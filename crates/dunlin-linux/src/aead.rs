@@ -84,8 +84,8 @@ impl GuestOpener {
     /// Opens the output of [`GuestSealer::seal`] directly into `pages` and returns the last byte.
     ///
     /// Returns `None` if the tag does not match `body` and `aad`, if the length of `body` is not
-    /// that of the pages plus 1 plus [`TAG_BYTES`], or if aws-lc fails. The pages then hold
-    /// unauthenticated bytes, which the caller must not use as content.
+    /// that of the pages plus 1 plus [`TAG_BYTES`], or if aws-lc fails. The pages may then
+    /// hold unauthenticated bytes, which the caller must not use as content.
     #[must_use]
     pub fn open(
         &mut self,

@@ -4,8 +4,8 @@
 //! whenever the VMM writes through it; the guest's own writes are in KVM's dirty log
 //! (`dunlin-microvm`).
 //!
-//! Every region begins at a multiple of 2 MiB, both in the guest and in this process, so that huge
-//! pages fit; [`advise_huge_pages`] requests them.
+//! Every region begins at a multiple of 2 MiB in the guest and, if possible, in this process, so
+//! that huge pages fit; [`advise_huge_pages`] requests them.
 
 use std::fs::File;
 use std::io;

@@ -25,7 +25,7 @@ pub const fn is_private(flags: i32) -> bool {
     flags & libc::MAP_TYPE == libc::MAP_PRIVATE
 }
 
-/// Whether all bytes are zero. Uses the widest vector registers of this CPU.
+/// Whether all bytes are zero. Uses AVX-512 or AVX2 if this CPU has it.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
     // Most non-zero pages have a non-zero byte near the start, where this test is cheap.
@@ -52,8 +52,7 @@ pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
 /// The longest page that [`is_zero_page`] tests.
 pub const TESTED_BYTES: usize = 4096;
 
-/// The scalar version of [`is_zero`], for CPUs without vector registers and as the reference in
-/// tests.
+/// The scalar version of [`is_zero`], for CPUs without AVX2 and as the reference in tests.
 #[must_use]
 pub fn is_zero_scalar(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();

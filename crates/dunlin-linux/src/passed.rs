@@ -45,7 +45,7 @@ pub fn take() -> io::Result<Vec<Passed>> {
             .map(|socket| Passed { name, socket })
             .map_err(|error| {
                 invalid(format!(
-                    "LISTEN_FDS names descriptor {descriptor}, which is unusable: {error}"
+                    "LISTEN_FDS includes descriptor {descriptor}, which is unusable: {error}"
                 ))
             })
     });

@@ -35,6 +35,7 @@ pub fn gain_none() -> io::Result<()> {
 
 /// Drops all capabilities except `kept`. A capability in `kept` stays in the thread's permitted,
 /// effective and bounding sets if it is in them now; the inheritable and ambient sets become empty.
+/// Without `CAP_SETPCAP` the bounding set does not change.
 ///
 /// # Errors
 /// An error from prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay

@@ -76,8 +76,9 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
-/// The CPU that received the connection's last packet (`SO_INCOMING_CPU`, socket(7)). Answers to
-/// that packet are sent from this CPU, through the connection's cached SA.
+/// The CPU that received the connection's last packet (`SO_INCOMING_CPU`, socket(7)), or 0 before
+/// the first packet. Answers to that packet are sent from this CPU, through the connection's cached
+/// SA.
 ///
 /// # Errors
 /// An error from getsockopt(2).
