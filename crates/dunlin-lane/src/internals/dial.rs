@@ -111,7 +111,7 @@ pub fn connect_to_any(
 pub struct LaneRequest<'a> {
     /// Host and port of the peer's listener.
     pub endpoint: &'a str,
-    /// The only peer that may answer. `tls` may allow other peers.
+    /// The only peer that may answer; `tls` may allow others. A plain lane does not check its peer.
     pub peer: &'a Principal,
     /// This side's certificate and the peers that this side accepts.
     pub tls: &'a ClientTls,
@@ -125,8 +125,9 @@ pub struct LaneRequest<'a> {
 
 /// Opens lanes of one kind: TLS, plain, or protected by IPsec.
 pub trait LaneDialer: Send + Sync {
-    /// Opens one lane to an authenticated peer, without sending on it. Call this on the thread that
-    /// will send on the lane, because the dialer may bind that thread to one CPU.
+    /// Opens one lane without sending on it. Unless the lane is plain, the peer is authenticated.
+    /// Call this on the thread that will send on the lane, because the dialer may bind that thread
+    /// to one CPU.
     ///
     /// # Errors
     /// The deadline passed, another peer answered, or the request was cancelled.

@@ -146,8 +146,8 @@ impl Identity {
             let mut scopes = HashSet::new();
             for (position, (list, decoded)) in lists {
                 let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
-                // Ignore the date of a list that a newer list replaces, because the older list is
-                // not used.
+                // Ignore the date of a list that a newer list replaces: only
+                // `Authorities::check_listed` uses the older list, regardless of its date.
                 if scopes.insert((issuer_and_date(list).map(|(issuer, _)| issuer), scope)) {
                     dates.extend(Dated::of_revocation_list(path, position, list));
                 }

@@ -60,7 +60,7 @@ pub enum Refused {
         /// The kernel's error.
         reason: String,
     },
-    /// The kernel accepts a key for one direction only.
+    /// The kernel rejected the key for one direction.
     #[error("this kernel's TLS rejected the key for {} ({reason})", direction_name(*.direction))]
     Direction {
         /// The rejected direction.
@@ -396,7 +396,7 @@ fn try_give(
 /// of its nonce. The handshake derives them by adding the record number to the value from the key
 /// block. The kernel counts up from the value that it receives. If the kernel started at the key
 /// block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
-/// reveal the key. So the kernel starts at a distance of 2^63.
+/// reveal the authentication key. So the kernel starts at a distance of 2^63.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;

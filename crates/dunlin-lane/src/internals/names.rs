@@ -82,7 +82,7 @@ impl PeerName {
         }
     }
 
-    /// The name for the ClientHello, if SNI can express it.
+    /// The name for rustls; `None` for a pattern or a URI. rustls sends only a DNS name as SNI.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         match self {
             Self::Dns(name) => DnsName::try_from(name.clone())

@@ -275,7 +275,8 @@ impl Peers {
         }
     }
 
-    /// The name to send as SNI: the first allowed name that SNI can express.
+    /// The server's name for rustls: the first allowed name that is a DNS name or an IP address.
+    /// rustls sends only a DNS name as SNI.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         let Self::OneOf(allowed) = self else {
             return None;

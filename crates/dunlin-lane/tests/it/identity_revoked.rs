@@ -129,7 +129,8 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
 }
 
 /// An authority may have several revocation lists, each for one kind of certificate or one
-/// distribution point. A newer list replaces only an older list of the same scope.
+/// distribution point. A certificate in any of them is refused. The expiry date of a list is ignored
+/// only if a newer list has the same scope.
 #[test]
 fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
     use CrlScope::{CaCertsOnly, UserCertsOnly};
@@ -171,7 +172,7 @@ fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
         }
         let dates = judge.load().dates().to_vec();
         let is_list = |date: &&Dated| date.item == Item::RevocationList;
-        // Each list that applies is reported with its expiry date; a replaced list is not reported.
+        // The expiry date of a list is reported unless a newer list replaces it.
         let dated = dates.iter().filter(is_list).count();
         assert_eq!(
             dated,

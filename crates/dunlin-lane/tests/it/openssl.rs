@@ -164,7 +164,7 @@ fn a_lane_reads_what_openssl_sends() {
             .payload(BYTES as u64, |part| digest.update(part))
             .unwrap();
         assert_eq!(digest.finalize(), expected, "{provider} {suite}");
-        // s_client may reach the end of its input only now, because with -quiet it runs until the
+        // Keep the input of s_client open until s_client has ended. With -quiet it runs until the
         // peer closes.
         let input = feeding.join().unwrap();
         receiver.close().unwrap();

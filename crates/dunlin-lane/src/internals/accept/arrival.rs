@@ -38,8 +38,8 @@ pub enum Arrival {
         /// The reason.
         reason: RejectReason,
     },
-    /// Descriptors or memory ran out, and no pending connection could be evicted. Not reported
-    /// again until another connection has been accepted.
+    /// Descriptors or memory ran out while no connection was pending, so none could be evicted.
+    /// Not reported again until another connection has been accepted.
     Starved(io::Error),
 }
 

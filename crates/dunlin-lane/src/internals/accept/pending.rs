@@ -89,9 +89,10 @@ impl Pending {
     }
 
     /// The progress of the connection: 0 if refused, 1 if silent, 2 after the first byte, 3 after
-    /// the first handshake record. The connection with the least progress is evicted first. Honest
-    /// peers reach the last stage, so an attacker's connection can displace them only if it reaches
-    /// that stage too, where each connection costs this host a signature.
+    /// the first handshake record (a plain lane stays at 2). The connection with the least progress
+    /// is evicted first. Honest TLS peers reach the last stage, so an attacker's connection can
+    /// displace them only if it reaches that stage too, where each connection costs this host a
+    /// signature.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,
@@ -127,8 +128,9 @@ impl Pending {
         }
     }
 
-    /// Waits before closing, because closing a socket with unread bytes resets the connection, and
-    /// a reset discards an alert in transit.
+    /// Ends this side's direction, and keeps the connection until the peer closes it or [`LINGER`]
+    /// has passed. Closing a socket with unread bytes would reset the connection, and a reset
+    /// discards an alert in transit.
     pub(super) fn linger(&mut self, now: Instant) {
         // This fails only if the connection has ended. In that case no peer can read the alert.
         let _ = self.stream.shutdown(Shutdown::Write);

@@ -486,7 +486,8 @@ impl DataReceiver {
         }
     }
 
-    /// Reads once from a socket on which the kernel opens records. Returns data or an error.
+    /// Reads once from a socket on which the kernel opens records. The end of the connection is an
+    /// error; a record that is not data is returned too.
     fn read_opened(
         &mut self,
         read: impl FnMut(&TcpStream) -> io::Result<Received>,

@@ -35,7 +35,7 @@ pub enum HandshakeError {
     )]
     PeerClosed,
     /// The peer's bytes are not TLS.
-    #[error("the peer does not speak TLS (its first bytes are \"{}\"){}: check the port, and that both sides use TLS", start.escape_ascii(), resembles(start))]
+    #[error("the peer does not speak TLS (it began with \"{}\"{}): check the port, and that both sides use TLS", start.escape_ascii(), resembles(start))]
     NotTls {
         /// The bytes received in place of a record header.
         start: [u8; HEADER_BYTES],
@@ -116,8 +116,9 @@ pub enum HandshakeError {
         "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
     )]
     Incompatible(String),
-    /// The kernel is required to seal and open records, but rejected the keys. No data was sent
-    /// with them; on another connection the process may seal and open the records itself.
+    /// The kernel rejected the connection's keys, or cannot seal and open records although that is
+    /// required. No data was sent with the keys; on another connection the process may seal and
+    /// open the records itself.
     #[error("the connection was closed before any data was sent: {0}")]
     Offload(#[from] Refused),
     /// Any other protocol violation.

@@ -58,8 +58,9 @@ impl Keyed {
             .map_err(failed)
     }
 
-    /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet`. If a
-    /// program without TLS code read the socket, the tickets would make the read fail with EIO.
+    /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet` or the
+    /// server's data begins. If a program without TLS code read the socket, the tickets would make
+    /// the read fail with EIO.
     ///
     /// # Errors
     /// [`HandshakeError`].

@@ -71,7 +71,7 @@ pub enum IdentityErrorKind {
         source: io::Error,
     },
     /// A file exceeds the size limit.
-    #[error("{} is larger than {FILE_LIMIT_BYTES} bytes, the limit for a PEM file of an identity", path.display())]
+    #[error("{} is larger than {FILE_LIMIT_BYTES} bytes, the limit for a file of an identity", path.display())]
     TooLong {
         /// The file.
         path: PathBuf,
@@ -226,7 +226,7 @@ pub enum SettingsErrorKind {
     #[error(transparent)]
     Identity(#[from] IdentityErrorKind),
     /// The kernel is required to seal and open records, but cannot.
-    #[error("{0}; or let this process seal the records")]
+    #[error("{0}; alternatively, let this process seal and open the records")]
     Offload(#[from] Refused),
     /// rustls rejects the settings.
     #[error("unusable TLS settings: {0}")]

@@ -85,7 +85,7 @@ impl HandoffTls {
     }
 
     /// Returns the identity of the peer that presented `leaf`. A handshake must have verified
-    /// `leaf`.
+    /// `leaf`. Returns `None` with [`TrustPolicy::AnyCertificate`].
     pub fn identity_of(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         self.trust.identity(leaf)
     }

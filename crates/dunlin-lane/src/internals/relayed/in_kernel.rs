@@ -40,7 +40,8 @@ struct Keys {
     asked: AtomicBool,
     /// Whether this side must still request the peer's next key.
     asking: AtomicBool,
-    /// Maximum number of records under one key, for both directions.
+    /// Maximum number of data records that this side seals with one key. In TLS 1.3 it requests the
+    /// peer's next key after it has opened half as many.
     limit: AtomicU64,
 }
 

@@ -52,7 +52,8 @@ struct Shared<C> {
     /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
     /// message. rustls keeps positions in these bytes, so the next call must pass them again.
     partial: Vec<u8>,
-    /// Maximum number of records under one key, for both directions.
+    /// Maximum number of data records that this side seals with one key. In TLS 1.3 it requests the
+    /// peer's next key after it has opened half as many.
     limit: u64,
     /// Data records sealed with the current key.
     sealed: u64,

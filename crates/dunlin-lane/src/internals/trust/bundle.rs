@@ -85,7 +85,7 @@ fn is_authority(certificate: &CertificateDer<'_>) -> bool {
 
 impl TrustPolicy {
     /// Returns the identity of the peer that presented `leaf`. A handshake must have verified
-    /// `leaf`.
+    /// `leaf`. Returns `None` with [`TrustPolicy::AnyCertificate`].
     pub fn identity(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         let Self::Bundle(bundle, peers) = self else {
             return None;
