@@ -372,7 +372,7 @@ fn every_broken_contract_is_reported_with_its_method() {
         (
             Fault::StateIsLost,
             "DestinationVm::load promises that a VM that has loaded a state saves the same state again; \
-             required section `device` of 0 in version 1 differs, first at byte 0 of 8",
+             required section `device` (instance 0, version 1) differs, first at byte 0 of 8",
         ),
         (
             Fault::RunStateLies,

@@ -19,7 +19,7 @@ const MOVED: [&str; 8] = [
 ];
 const ARRIVED: [&str; 5] = ["build", "load", "acquire", "resume", "announce"];
 
-/// The failing step; the calls at the source and at the destination; and where the VM is
+/// The failing steps; the calls at the source and at the destination; and where the VM is
 /// afterwards.
 type Row = (
     &'static [&'static str],

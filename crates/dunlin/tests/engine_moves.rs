@@ -175,7 +175,7 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     let pages = (traffic.raw_pages, traffic.zero_pages);
     assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
     // Each page has its own range. If zero pages counted towards the limit of 64 pages per chunk,
-    // there would be 14 chunks. The lane's marks and its end are frames too.
+    // there would be 14 chunks. `frames` also includes the lane's marks and its end.
     let frames = traffic.header_bytes / 24 - (APART + TURNS);
     assert!(frames < 14, "{frames}");
     assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());

@@ -1,5 +1,5 @@
-//! Trusted and authorised peers: bundles, pins, names, revocation lists, every layout of files; warnings
-//! before certificates expire; replaced certificates; the key exchange.
+//! Trusted and authorised peers: bundles, pins, names, revocation lists, every layout of files;
+//! warnings before certificates expire; replaced certificates; the key exchange.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::net::TcpStream;
@@ -154,8 +154,8 @@ fn a_revocation_list_is_for_its_authority_alone() {
     let list = one.revoke(&[other.serial], 2096);
     let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
     let there = far(&destination.load(), Peers::AnyFromAuthority);
-    // Both peers are refused: the peer from the authority with a revocation list, and the peer from
-    // the authority without one.
+    // Both peers are accepted: the peer from the authority with a revocation list, and the peer
+    // from the authority without one.
     for ca in [&one, &two] {
         let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &bundle, "").load();
         let_in(&near(&source, names(&[DESTINATION])), &there);
@@ -346,7 +346,7 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
     }
 
     // The time of the warning is limited by the certificate's lifetime. Otherwise a certificate
-    // that is valid for a day would always expire soon.
+    // that is valid for a day would always cause a warning.
     let short = LoadOptions {
         warn_before: 1_000_000 * DAY,
         ..LoadOptions::default()

@@ -3,7 +3,7 @@
 //! which record.
 //!
 //! ```text
-//!   Journal::open ─▶ SessionJournal::create ─▶ record, record … forget
+//!   Journal::open ─▶ SessionJournal::create ─▶ write, write … forget
 //!        │                                     (locked while its process lives)
 //!        ├─▶ Journal::list: every session on this host, and whether its process lives
 //!        └─▶ SessionJournal::take: the session of a process that has died

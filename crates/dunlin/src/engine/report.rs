@@ -36,7 +36,8 @@ impl Traffic {
 pub struct Iteration {
     /// Counted from 1.
     pub number: u32,
-    /// Time until the last page of the iteration was assigned to a lane.
+    /// Time until the iteration's last chunk was given to a lane and most of the data in flight had
+    /// arrived, or until the time limit; for the last iteration, [`Downtime::last_pages`].
     pub duration: Duration,
     /// Pages pending at the start of the iteration.
     pub pages: u64,
@@ -44,7 +45,8 @@ pub struct Iteration {
     pub dirtied_pages: u64,
     /// Bytes on the wire during the iteration.
     pub wire_bytes: u64,
-    /// Expected downtime if the guest were paused at the end of the iteration.
+    /// Expected downtime if the guest were paused at the end of the iteration; for the last
+    /// iteration, the expectation of the previous one.
     pub predicted_downtime: Duration,
     /// How much the guest was throttled, in percent.
     pub throttle: u8,
@@ -56,12 +58,13 @@ pub struct Iteration {
 pub struct Downtime {
     /// From the call of `SourceVm::pause` until its return.
     pub pause: Duration,
-    /// From the end of the pause until the last page was passed to the kernel.
+    /// From the end of the pause until every lane has ended, or is lost without unconfirmed
+    /// chunks.
     pub last_pages: Duration,
     /// Time to save and send the state, which overlaps with the last pages.
     pub state: Duration,
     /// From *final* to *ready*: the destination receives the remaining data, joins its lanes, loads
-    /// the state and, with verification, compares digests.
+    /// the state and, with verification, computes the digest of its memory.
     pub ready: Duration,
     /// From *commit* to *running*.
     pub resume: Duration,
@@ -151,7 +154,7 @@ pub enum Event {
     Paused,
     /// *commit* is about to be sent: the point of no return.
     Committing,
-    /// *commit* has been passed to the kernel.
+    /// *commit* has been passed to the kernel, or the attempt failed and ended the control lane.
     Committed,
     /// *commit* was sent and no usable answer has arrived. The guest stays paused, and
     /// the source asks the destination.
@@ -177,7 +180,7 @@ pub struct Progress {
     pub remaining_bytes: u64,
     /// Pages per second that the guest dirtied during the last iteration.
     pub dirty_pages_per_s: u64,
-    /// Expected downtime if the guest were paused now.
+    /// Expected downtime as of the end of the last iteration; zero during the first.
     pub predicted_downtime: Duration,
     /// Bytes of guest memory by lane number so far.
     pub lanes: Vec<(u16, u64)>,

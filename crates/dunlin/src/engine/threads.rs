@@ -31,7 +31,7 @@ pub(super) fn spawn(
         .or_fault(FaultCode::Kernel, "cannot start a thread")
 }
 
-/// Starts a thread; adds its CPU time when it ends.
+/// Starts a thread, and adds its CPU time to `cpu` when it ends.
 pub(super) fn spawn_counted(
     host: &dyn Host,
     name: impl Into<String>,

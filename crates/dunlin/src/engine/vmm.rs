@@ -155,9 +155,10 @@ pub trait SourceVm: Send + Sync {
     /// The dirty logs. Together they must record every write to guest memory.
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>>;
 
-    /// The guest's run state. Called after each iteration, and immediately before and after the
-    /// pause. [`RunState::Paused`] before the pause means that the VM's owner paused the guest;
-    /// after the pause, the engine makes no difference between `Paused` and `Running`.
+    /// The guest's run state. Called at the start, during and after each iteration, immediately
+    /// before and after the pause, and before *commit*. [`RunState::Paused`] before the pause means
+    /// that the VM's owner paused the guest; after the pause, the engine makes no difference
+    /// between `Paused` and `Running`.
     fn run_state(&self) -> RunState;
 
     /// Pauses the guest. When this returns, nothing writes guest memory: no vCPU, no

@@ -295,7 +295,7 @@ fn labels_equal(one: &Section, other: &Section) -> bool {
 fn label(section: &Section) -> String {
     let required = if section.required { "required " } else { "" };
     format!(
-        "{required}section `{}` of {} in version {}",
+        "{required}section `{}` (instance {}, version {})",
         section.name, section.instance, section.version
     )
 }

@@ -57,7 +57,7 @@ fn two_regions(peer: &mut Peer) -> (Vec<u8>, usize) {
 
 #[test]
 fn i7_a_vm_that_cannot_be_is_refused() {
-    // Offset from the end of the table's count, the bytes to write there, and the expected error.
+    // Offset from the table's count, the bytes to write there, and the expected error.
     let lies: [(&str, usize, &[u8], &str); 7] = [
         ("no region", 0, &[0, 0], "region count"),
         ("65535 regions", 0, &[255, 255], "region count"),

@@ -30,8 +30,8 @@ fn selected(victim: &Victim<'_>) -> Peer {
     peer
 }
 
-/// Messages that a source must not send before *describe*: messages of the destination, and
-/// messages that belong to a later step.
+/// Messages that a source must not send before *describe* or in pre-copy: messages of the
+/// destination, and messages that belong to a later step.
 fn out_of_turn() -> Vec<Message> {
     let sets = vec![ChunkSet { first: 0, count: 1 }];
     vec![

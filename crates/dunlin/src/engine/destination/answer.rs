@@ -278,10 +278,11 @@ fn answer_of(outcome: &mut Outcome, attempt: u32, lane: &ControlLane) -> Result<
         .map_or(attempt, |journal| journal.record().attempt);
     match on(outcome, On::Inquired) {
         Some(verdict) if ours == attempt => lane.send(&Message::Answer { attempt, verdict }),
-        // If *aborted* could not be recorded, no verdict may be sent.
+        // If the inquiry is about another attempt, or *aborted* could not be recorded, send no
+        // verdict.
         _ => Err(Fault::new(
             FaultCode::Journal,
-            "the outcome could not be recorded",
+            "the inquiry is about another attempt, or the outcome could not be recorded",
         )),
     }
 }

@@ -1,8 +1,8 @@
 //! The destination of a migration: receives one VM.
 //!
-//! [`Incoming::run`] runs on the caller's thread until a VM has arrived or a session has
-//! failed; call it again for the next VM. Each phase is a type that owns its data and
-//! that the next phase consumes:
+//! [`Incoming::run`] runs on the caller's thread until a VM has arrived or a session has failed.
+//! The next VM needs another [`Incoming`]. Each phase is a type that owns its data and that the
+//! next phase consumes:
 //!
 //! ```text
 //!   Waiting ──▶ Describing ──▶ Receiving ──▶ Prepared ──▶ Running

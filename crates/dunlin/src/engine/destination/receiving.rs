@@ -79,7 +79,7 @@ impl<'a> Receiving<'a> {
             match event {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
                     Arrival::Lane { socket, opening } => self.arriving.admit(socket, &opening)?,
-                    // The destination is out of descriptors: no lane will arrive, and
+                    // The destination has no free descriptors or memory: no lane will arrive, and
                     // the source cannot find out why.
                     Arrival::Starved(error) if self.arriving.lanes.are_untouched() => {
                         return Err(starved(error));

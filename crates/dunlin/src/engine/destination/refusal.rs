@@ -20,7 +20,7 @@ pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
 /// The fault for a connection that waits but cannot be accepted.
 pub(super) fn starved(error: std::io::Error) -> Fault {
     let what = "a connection is waiting but cannot be accepted: raise this process's limit of open \
-     files (`ulimit -n`)";
+     files (`ulimit -n`), or free memory";
     Fault::new(FaultCode::Kernel, what).because(error)
 }
 

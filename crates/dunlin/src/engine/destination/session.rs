@@ -75,7 +75,8 @@ impl<'a> Session<'a> {
         let (sender, events) = channel();
         let arrivals = Arc::<AtomicUsize>::default();
         let listener = Arc::new(listener);
-        let (acceptor, stop) = waker().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
+        let (acceptor, stop) =
+            waker().or_fault(FaultCode::Kernel, "cannot create a socket pair")?;
         let acceptor_thread = {
             let (tls, sender) = (tls.clone(), sender.clone());
             let arrivals = Arc::clone(&arrivals);
@@ -224,8 +225,8 @@ impl<'a> Session<'a> {
         self.notify(DestinationEvent::Warning(text));
     }
 
-    /// Ends the listener, the control lane and every thread: `lanes`, the reader and
-    /// the acceptor. Returns the CPU time of the session.
+    /// Stops accepting, and ends the control lane and every thread: `lanes`, the reader and the
+    /// acceptor. Returns the CPU time of the session.
     pub(super) fn close(
         mut self,
         control: Option<ControlLink>,

@@ -117,7 +117,7 @@ pub(super) fn share() {
 
 /// Lanes at the limit of chunks in flight continue once some of these chunks are acknowledged.
 pub(super) fn acknowledged() {
-    // Each page is a separate range.
+    // Every second page is dirty, so each dirty page is a separate range.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
     let work_queue = work_queue(WORDS as u64 * 64, 2, None);
     admit(&work_queue, 1);

@@ -21,8 +21,8 @@ use super::session::Session;
 use super::settled::{Figures, Settled};
 
 /// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
-/// guest is paused during that time. A shorter limit would not let the guest run sooner, because
-/// the destination may still be loading the state.
+/// guest is paused during that time. A shorter limit could end a migration while the destination is
+/// still loading the state.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// *commit* is sent; the source waits for the destination's answer.

@@ -26,7 +26,7 @@ pub(super) fn open_control(
     offer: &Offer,
     deadline: Instant,
 ) -> Result<(ControlStream, Selection), Fault> {
-    let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
+    let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create a socket pair")?;
     let own = dial.clone();
     let _listening = cancel.map(|cancel| cancel.listen(move || own.cancel()));
     control_lane::open(to, &**host, tls, offer, deadline, &dial)

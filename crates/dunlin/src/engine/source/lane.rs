@@ -90,7 +90,7 @@ impl Lane {
 
     fn connect(&self) -> Result<DataSender, Fault> {
         let _open = info_span!("open").entered();
-        let what = "cannot create an eventfd for a lane";
+        let what = "cannot create a socket pair for a lane";
         let cancel = DialCancel::new().or_fault(FaultCode::LaneLost, what)?;
         let own = cancel.clone();
         self.interrupted_by(move || own.cancel())?;
