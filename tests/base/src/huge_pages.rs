@@ -20,8 +20,8 @@ fn reserved() -> u64 {
 }
 
 impl HugePages {
-    /// Reserves `pages` pages of 2 MiB in addition to those already reserved. Returns `None` if the
-    /// host lacks the memory; panics in CI.
+    /// Reserves `pages` pages of 2 MiB in addition to those already reserved. Returns `None` if
+    /// that fails; panics in CI.
     #[must_use]
     pub fn reserve(pages: u64) -> Option<Self> {
         let before = reserved();

@@ -1,5 +1,5 @@
-/// Pseudo-random bytes. The bytes at different offsets differ, and so do the bytes of different
-/// seeds.
+/// Pseudo-random bytes that `seed` determines. An even seed and the next odd seed give the same
+/// bytes.
 #[must_use]
 pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
