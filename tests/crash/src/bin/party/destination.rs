@@ -50,7 +50,7 @@ pub(crate) fn run(
         .options(options.clone())
         .observer(&observe)
         .run(&mut arrivals);
-    // The value answers inquiries until it is dropped, so keep it for the lifetime of this process.
+    // Keep the VM for the lifetime of this process, which answers inquiries about it.
     let _received = match received {
         Ok(received) => {
             stage.say("ended at-destination");
