@@ -33,8 +33,8 @@ pub struct Budget {
     pub source_crashes: u8,
     /// How often the destination's process may die.
     pub destination_crashes: u8,
-    /// How many records, pauses, loads, acquisitions and resumptions may fail. The loss
-    /// of the destination's journal with its disk counts as one of these failures.
+    /// How many failures may occur: of a record, a pause, a load, an acquisition or a resumption,
+    /// of a side for another reason, or the loss of the destination's journal with its disk.
     pub faults: u8,
     /// How often an operator may cancel.
     pub cancellations: u8,
