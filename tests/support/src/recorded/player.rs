@@ -1,8 +1,8 @@
 //! Replays one side of a recorded session.
 //!
-//! The player sends each recorded message once the other side has sent everything that precedes it in
-//! the recording, that is, at least as many messages of each kind. Acknowledgements, pings and pongs are
-//! not counted, because their number may differ.
+//! The player sends each recorded message once the other side has sent everything that precedes it
+//! in the recording, that is, at least as many messages of each kind. Acknowledgements, pings and
+//! pongs are not counted, because their number may differ, nor are unknown messages.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
