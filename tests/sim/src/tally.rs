@@ -106,7 +106,7 @@ kinds! {
 }
 
 kinds! {
-    /// Situations that must occur in enough runs.
+    /// Situations of which the tally counts the runs.
     Passage {
         /// A control lane was lost and replaced during pre-copy.
         ControlResumed = "control lane resumed";

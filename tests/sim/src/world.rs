@@ -76,7 +76,7 @@ pub(crate) struct World<'a> {
     pub(crate) no_lanes_until_ns: u64,
     /// The time until which each side's main thread is stopped.
     pub(crate) stalled_until_ns: [u64; 2],
-    /// When the last fault ended.
+    /// When the last injected fault ends.
     pub(crate) disturbed_until_ns: u64,
     pub(crate) random: Random,
     pub(crate) source: SourceHost,

@@ -22,8 +22,7 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// The delay of a message that is sent now; `None` if its arrival is not
-    /// certain.
+    /// The maximum delay of a message that is sent now; `None` if its arrival is not certain.
     pub(super) fn arrives_by(&self, plan: &Plan) -> Option<u64> {
         let sure = self.established && self.up == [true, true] && self.over == [false, false];
         sure.then_some(plan.latency_ns * 2 + MS)
