@@ -270,8 +270,9 @@ pub(super) fn poll(hub: &Hub) {
     }
 }
 
-/// Fails a channel if its socket reports a reset immediately. A unix socket first returns the
-/// received bytes, and only then the error.
+/// Fails a channel after an error of its socket, if [`Socket::tells_resets`]. Otherwise the
+/// received bytes are read first, and the read after them returns the error. Returns whether the
+/// channel has failed or has ended before.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {
         return true;

@@ -231,8 +231,10 @@ impl Socket {
         }
     }
 
-    /// Whether the kernel reports an error before the received data is read. If so, a thread must
-    /// poll for the error while no thread reads.
+    /// Whether an error of the connection fails its channel immediately, even if received bytes
+    /// have not been read. If so, a thread must poll for the error while no thread reads. Only the
+    /// tunnel distinguishes TCP from unix sockets here: the kernel reports an error of either
+    /// immediately, and reads return the received bytes before the error.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }

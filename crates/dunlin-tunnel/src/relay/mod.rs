@@ -246,7 +246,8 @@ impl Relays {
         let peer = harmless(peer);
         let counted = counted.ok_or_else(|| {
             busy(format!(
-                "too many channels of {peer} (at most {most}, by its limits on channels and memory)"
+                "too many channels of {peer} (at most {most}, by this tunnel's limits on channels \
+                 and memory)"
             ))
         })?;
         if queues.get(&queue).is_some_and(|all| all.len() >= WAITING) {

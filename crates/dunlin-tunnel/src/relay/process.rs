@@ -66,9 +66,9 @@ impl Channel {
         self.write_tls(&records[..count])
     }
 
-    /// Sends pending TLS messages, even while the hypervisor sends nothing. This thread reads from
-    /// the peer, so it must not wait until the peer reads. If the other thread is sending, or the
-    /// peer is not reading, a later call sends the messages.
+    /// Sends pending TLS messages, even while the hypervisor sends nothing. Does not wait until the
+    /// peer reads, because the thread that reads from the peer calls this too. If the other thread
+    /// is sending, or the peer is not reading, a later call sends the messages.
     fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
         if !tls.session.is_pending() {
             return Ok(());
