@@ -221,7 +221,7 @@ pub(crate) struct Client {
 
 impl Client {
     /// Sends a request to the process behind a control socket; `limit` applies to each line of the
-    /// answer. `owner` is the kind of process for errors: "VM" or "tunnel".
+    /// answer. `owner` is the kind of process for errors, for example "VM".
     pub(crate) fn ask(
         socket: &Path,
         owner: &'static str,

@@ -389,7 +389,8 @@ impl Line {
 
     pub(crate) fn to_json(&self) -> String {
         let json = serde_json::to_string(self).unwrap_or_else(|error| {
-            // Serialization fails only for a map with non-string keys or a failing `Serialize`.
+            // Unreachable: serialization fails only for a map with non-string keys or a failing
+            // `Serialize`, and a `Line` has neither.
             format!(r#"{{"event":"warning","text":"cannot write JSON: {error}"}}"#)
         });
         plain(json)

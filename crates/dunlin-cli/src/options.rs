@@ -26,7 +26,7 @@ use crate::ipsec::advice::event_text;
 pub(crate) const TUNNELS: &str = "tunnels";
 pub(crate) const IPSEC: &str = "ipsec";
 
-/// Location of the control sockets of VMs and tunnels.
+/// Location of the control sockets of VMs, tunnels and keying sessions.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ControlPath {
     /// Directory of control sockets, or one socket [default: $RUNTIME_DIRECTORY or /run/dunlin].
@@ -139,7 +139,7 @@ pub(crate) struct MigrateFlags {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     pub(crate) lanes: u16,
     /// Security of the data lanes; `plain` needs `--allow-plain` at the destination, `ipsec` needs
-    /// `--ipsec` on both VMs' processes.
+    /// `--ipsec` for the VM's process on both hosts.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) security: SecurityName,
     #[command(flatten)]
@@ -326,7 +326,7 @@ impl FromStr for Cpus {
     fn from_str(text: &str) -> Result<Self, String> {
         /// Capacity of glibc's `cpu_set_t` (sched_setaffinity(2)).
         const MOST: usize = 1024;
-        let wrong = || format!("invalid CPU list {text:?}: write 0,2-3");
+        let wrong = || format!("invalid CPU list {text:?}: write 0,2-3, with numbers up to 1023");
         let mut cpus = Vec::new();
         for part in text.split(',') {
             let (first, last) = part.split_once('-').unwrap_or((part, part));

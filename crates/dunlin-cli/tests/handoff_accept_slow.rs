@@ -105,7 +105,8 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // The thread is found by its name, which it has only after a client has been served.
+    // `waits` finds the thread by its name, which the thread sets when it starts. Once a client has
+    // been served, the thread has started.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());

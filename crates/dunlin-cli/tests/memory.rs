@@ -131,8 +131,8 @@ fn i8_either_side_needs_at_most_64_mib_beside_the_guest_with_eight_lanes() {
     }
 }
 
-/// The cost of a migration: bytes on the wire, CPU-seconds, and the growth of both
-/// processes' memory.
+/// The cost of a migration: bytes on the wire, CPU-seconds, the growth of both processes' memory,
+/// and the bytes in the source's and the destination's memfds of guest memory.
 struct Cost {
     wire_bytes: u64,
     cpu_s: f64,
@@ -223,7 +223,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
     let turn = kvm();
     let mut guests = vec!["process"];
     guests.extend(turn.is_some().then_some("kvm"));
-    // The first 4 MiB hold the guest's program and tables, so they do not count.
+    // The first 4 MiB hold the guest's program and tables and are not filled.
     let pages = bytes / (2 * MIB) - 2;
     for guest in guests {
         let [huge, small] = ["", "--no-huge-pages"].map(|flag| scattered(guest, bytes, flag));
@@ -294,7 +294,8 @@ fn a_mostly_zero_guest_costs_its_non_zero_pages() {
             assert!(sparse.wire_bytes * 100 <= 102 * 256 * MIB);
             assert!(sparse.source_growth <= 64 * MIB);
             assert!(sparse.destination_growth <= (256 + 64) * MIB);
-            // Memory in the memfds counts even if it is not mapped.
+            // The growth above does not include pages of the memfds that are not mapped, so check
+            // the memfds themselves.
             assert!(sparse.memfd[0] <= (256 + 8) * MIB);
             assert!(sparse.memfd[1] <= (256 + 8) * MIB);
         }

@@ -425,8 +425,8 @@ fn poke(pid: u32, memory_bytes: u64) {
     memory.unwrap().write_all_at(&[7], address).unwrap();
 }
 
-/// Changes a page at the destination after the migration has last written it, or at the source
-/// without a record in the dirty log.
+/// Changes a page at the destination that the migration never writes, because the page is zero at
+/// the source, or the same page at the source, without a record in the dirty log.
 #[test]
 fn i3_the_demo_fails_if_the_memories_differ() {
     let Some(_turn) = kvm() else { return };

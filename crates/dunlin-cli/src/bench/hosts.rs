@@ -217,7 +217,8 @@ fn admit(
             let control = Arc::new(stream);
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
-                // An error means that the host that measures has disconnected.
+                // If a lane failed, the error has been printed. Otherwise the host that measures
+                // has disconnected.
                 let _ = answer(&own, &ends);
             })?;
             *measured = Some(Measured { control, ended });

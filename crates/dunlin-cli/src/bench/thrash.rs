@@ -118,8 +118,8 @@ impl Thrash {
     }
 }
 
-/// The guest's real write rate: the pages dirtied per second, according to the dirty log, while the
-/// guest was not throttled.
+/// The guest's real write rate: the most pages dirtied per second, according to the dirty log, in
+/// an iteration in which the guest was not throttled. 0 if no such iteration was long enough.
 fn dirty_rate_seen(iterations: &[IterationLine]) -> f64 {
     iterations
         .iter()

@@ -131,7 +131,8 @@ const FOR_RECORDS: &[libc::c_long] = &[
     libc::SYS_renameat2,
 ];
 
-/// Further calls for channels: with kernel TLS, `splice` moves their bytes inside the kernel.
+/// Further calls for channels and forwarded connections: `splice` moves their bytes inside the
+/// kernel.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
 /// Older variants of the calls above, which exist only on x86-64.
@@ -169,7 +170,8 @@ const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 /// CAP_NET_ADMIN.
 const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
 
-/// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec.
+/// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec,
+/// number of readable bytes.
 const REQUESTS: [u64; 6] = [
     libc::TCGETS,
     libc::TCGETS2,

@@ -40,8 +40,8 @@ const NAMES: [&str; 13] = [
 ];
 
 /// Kernel files that a VM's process reads: its page map, the limits of its control groups, the
-/// CPUs. The rule for /proc includes files of other processes, but Landlock denies those that
-/// require the permission to debug the other process.
+/// CPUs, random numbers. The rule for /proc includes files of other processes, but Landlock denies
+/// those that require the permission to debug the other process.
 const KERNEL: [&str; 4] = [
     "/proc",
     "/sys/fs/cgroup",
@@ -104,8 +104,8 @@ impl Rules {
 
     /// Rules for a process that uses files not known when it starts. It may read any file, and
     /// create local sockets at any path. It may not write, create or execute other files. It may
-    /// remove files only in `sockets`, the directories of its sockets, and create directories for
-    /// sockets only next to its `control` socket.
+    /// remove files only in `sockets`, the directories of its sockets, and in `control`, the
+    /// directory of its control socket, where it may also create and remove directories.
     pub(super) fn changing_none(control: Option<&Path>, sockets: &[PathBuf]) -> Result<Self> {
         let left = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {

@@ -301,8 +301,8 @@ impl Up {
     }
 }
 
-/// The next signal that ends the process, apart from reloads, which are ignored. `None` if no
-/// signal is pending or the session ends first.
+/// The next signal that ends the process; reloads are ignored. `None` if no such signal is pending
+/// or the session ends first.
 fn next_signal(mut events: impl Iterator<Item = ServiceEvent>) -> Option<EndSignal> {
     match events.find(|event| !matches!(event, ServiceEvent::Reload)) {
         Some(ServiceEvent::End(signal)) => Some(signal),

@@ -1,8 +1,8 @@
 //! The control socket of the process that owns or receives a VM.
 //!
-//! The last line of an answer ([`crate::control`]) is `done`, `status`, `moved` or `failed`. A
-//! client that requested a migration may send `cancel` on the same connection. If the client hangs
-//! up, the migration continues, because the loss of a terminal must not cancel it.
+//! The last line of an answer ([`crate::control`]) is `done`, `status`, `answered`, `moved` or
+//! `failed`. A client that requested a migration may send `cancel` on the same connection. If the
+//! client hangs up, the migration continues, because the loss of a terminal must not cancel it.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

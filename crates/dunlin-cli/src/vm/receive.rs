@@ -174,7 +174,8 @@ impl Receive {
         } else {
             Vec::new()
         };
-        // Before a client that has read the line below asks for the VM.
+        // Do this before the line below is printed, because a client that has read it may send
+        // requests for the VM.
         service.hold(&vm);
         let name = received.offered.vm.name.clone();
         // `answering` answers a source that missed the confirmation and queries this process.

@@ -118,7 +118,8 @@ impl Run {
         vm.fill().context("cannot fill the VM's memory")?;
         vm.start().context("cannot start the VM")?;
         let vm = Movable::new(Arc::new(vm));
-        // Before a client that has read the line below asks for the VM.
+        // Do this before the line below is printed, because a client that has read it may send
+        // requests for the VM.
         service.hold(&vm);
         let control = socket.path.display().to_string();
         let started = Line::Started {

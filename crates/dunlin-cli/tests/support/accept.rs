@@ -18,8 +18,8 @@ use serde_json::Value;
 use super::support::process::Process;
 use super::support::{Hosts, kernel_has_tls, words};
 
-/// Identities `a` and `b`, a receiver of the sockets for `own.test`, and a server for all other
-/// names.
+/// The identity `own` of `dunlin handoff accept`, further identities for clients and servers, a
+/// receiver of the sockets for `own.test`, and a server for all other names.
 pub struct Scene {
     pub hosts: Hosts,
     pub taker: UnixListener,
@@ -169,7 +169,7 @@ impl Accept {
         (of("fd"), of("task"))
     }
 
-    /// Waits until the process holds no more resources than `before`.
+    /// Waits until the process has as many descriptors and threads as `before`.
     pub fn settles(&self, before: (usize, usize)) {
         let until = Instant::now() + TIMEOUT;
         while self.held() != before {

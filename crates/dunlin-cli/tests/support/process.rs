@@ -44,8 +44,8 @@ impl Log {
         }
     }
 
-    /// Returns the lines that no `wait_for` has returned. Waits until the process has
-    /// closed its outputs.
+    /// Returns the lines that no `wait_for` has read. Waits until the process has closed its
+    /// outputs.
     pub fn rest(&self) -> Vec<String> {
         let until = Instant::now() + TIMEOUT;
         let mut lines = Vec::new();
@@ -109,7 +109,7 @@ impl Process {
         self.log.wait_for(words)
     }
 
-    /// Output that no `wait_for` has returned.
+    /// See [`Log::rest`].
     pub fn rest(&self) -> Vec<String> {
         self.log.rest()
     }
