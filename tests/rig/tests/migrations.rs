@@ -137,7 +137,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     let Some(setup) = bare() else { return };
     let _turn = need::turn();
     let pair = Pair::new(&LinkOptions {
-        // At this rate, sending the pages that the guest has filled takes ten seconds.
+        // At this rate, sending the pages that the guest has filled takes seven seconds.
         rate_bits: Some(100_000_000),
         delay: Some(Duration::from_millis(10)),
         ..LinkOptions::default()

@@ -53,8 +53,8 @@ pub struct Kernel {
 }
 
 /// Returns a kernel, and fetches it if it is not in the cache. Queries the mirror for the newest
-/// version once a day. If the mirror is unreachable, uses the newest version in the cache and
-/// prints a message on standard error.
+/// version at most once a day. If the mirror is unreachable, uses the newest matching version in
+/// the cache and prints a message on standard error.
 ///
 /// # Errors
 /// No such kernel exists, or there is no network; see [`DebianError`].

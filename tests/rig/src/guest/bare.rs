@@ -41,7 +41,8 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     let path = folder.join("bare.elf");
     let options = [
         "-machine",
-        // The guest calibrates its clock with the timer chip, and uses none of the other devices.
+        // The guest calibrates its clock with the timer chip, unless the hypervisor reports the
+        // frequency. It does not use the real-time clock.
         "microvm,pit=on,pic=on,rtc=off",
         "-bios",
         "qboot.rom",

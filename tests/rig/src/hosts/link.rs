@@ -69,7 +69,10 @@ impl Link {
     /// Connects two hosts. A pair of hosts may have several links.
     ///
     /// # Errors
-    /// Privileges or a tool are missing, or this process has more than 250 links.
+    /// Privileges or a tool are missing.
+    ///
+    /// # Panics
+    /// This process has already created 250 links.
     pub fn new(first: &Host, second: &Host, options: &LinkOptions) -> Result<Self, HostsError> {
         static NEXT: AtomicU8 = AtomicU8::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);

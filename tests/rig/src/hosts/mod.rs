@@ -54,7 +54,7 @@ pub enum HostsError {
         /// Its output.
         output: String,
     },
-    /// A namespace cannot be entered, or a TUN device cannot be created in it.
+    /// A namespace cannot be entered, or a TUN device, a thread or a file cannot be created.
     #[error("{0}")]
     Kernel(String, #[source] io::Error),
 }
