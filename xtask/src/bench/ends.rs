@@ -179,7 +179,7 @@ impl Write for &Stream {
     }
 }
 
-/// State shared by all variants: certificates, and the far hypervisor's listener.
+/// State shared by all variants: certificates, and the far hypervisor's listeners.
 pub(super) struct Site {
     pub(super) dunlin: PathBuf,
     scratch: Scratch,

@@ -183,7 +183,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// A command of `dunlin vm` on a host, with its identity and its own directories.
+    /// A command of `dunlin vm` on a host, with a control socket of its own.
     fn vm(&self, host: &Host, name: &str, command: &str) -> Command {
         let mut vm = host.enter(Command::new(&self.dunlin).args(["vm", command, "--json"]));
         vm.arg("--control")

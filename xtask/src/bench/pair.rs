@@ -195,8 +195,8 @@ impl Pair {
             fs::write(&file, text)?;
             let mut command = Command::new(&site.dunlin);
             command.args(["tunnel", "run", "--config"]).arg(&file);
-            // Use a separate control socket, because the default one may belong to another tunnel
-            // on this host.
+            // Use a separate control directory, because a socket in the default one may belong to
+            // another tunnel on this host.
             command.arg("--control").arg(site.path("control"));
             command.stderr(Stdio::null());
             let process = Process::start(command, Report::Stdout, "listening on ")?;

@@ -364,7 +364,7 @@ impl Rig {
                 .sum::<Result<f64>>()
         };
         // The port is free until QEMU listens there, unless another program takes it in the
-        // meantime; in that case QEMU reports that and the benchmark ends.
+        // meantime; in that case QEMU reports that and this turn fails.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let mut migration = Migration::tcp(address);
         migration.multifd = Some(channels);

@@ -19,7 +19,8 @@ use super::verdict::{Record, Said};
 /// A boot takes 10 to 20 seconds on an idle machine. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
-/// Time added to a test's own limit, which the guest itself normally enforces.
+/// Time limit for the runner's next report. While a test runs, its own limit is added, which the
+/// guest itself normally enforces.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The factor by which the instruction-counting clock extends every limit, because a second of the
@@ -239,7 +240,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Records output until QEMU exits. Kills QEMU if no output arrives within the limit.
+/// Records output until QEMU exits. Kills QEMU if the runner reports nothing within the limit,
+/// whatever the console and the tests print.
 fn listen(
     heard: &mpsc::Receiver<Event>,
     child: &mut Child,

@@ -20,7 +20,7 @@ pub struct Record {
     pub console: Vec<String>,
     /// The lines of the runner's report.
     pub said: Vec<Said>,
-    /// Set if no output arrived for this long and the machine was killed.
+    /// Set if the runner reported nothing for this long and the machine was killed.
     pub hung: Option<Duration>,
 }
 
@@ -85,7 +85,7 @@ pub enum Failure {
     KernelOops(String),
     /// The kernel reported this stall of a task or a CPU.
     KernelStall(String),
-    /// The machine produced no output for this long.
+    /// The runner reported nothing for this long.
     MachineHung(Duration),
     /// The machine ended without a report.
     MachineEnded,
@@ -256,7 +256,7 @@ impl fmt::Display for Failure {
             Self::KernelOops(line) => write!(out, "the kernel stopped: {line}"),
             Self::KernelStall(line) => write!(out, "the kernel stalled: {line}"),
             Self::MachineHung(limit) => {
-                write!(out, "the machine hung: no output for {} s", limit.as_secs())
+                write!(out, "the machine hung: no report for {} s", limit.as_secs())
             }
             Self::MachineEnded => write!(out, "the machine ended without a report"),
         }

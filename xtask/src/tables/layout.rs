@@ -1,6 +1,6 @@
 //! The tables: the page of each, the kept results that it shows, and how its cells are written.
 //!
-//! A table has a row for each line of the results, so a run with more variants adds rows.
+//! The rows of a table follow from the lines of the results, so a run with more variants adds rows.
 
 use anyhow::{Context, Result};
 use serde_json::json;
