@@ -102,13 +102,13 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         // Check each header field as soon as it has arrived.
         if at > 0 && rest.first().is_some_and(|&kind| kind != HANDSHAKE) {
             return Err(NoHello::Malformed(
-                "a record inside it has a different type",
+                "one of its records has a different type",
             ));
         }
         if rest.get(1).is_some_and(|&major| major != 3) {
             return Err(match at {
                 0 => NoHello::NotTls(first),
-                _ => NoHello::Malformed("a record inside it has a different version"),
+                _ => NoHello::Malformed("one of its records has a different version"),
             });
         }
         let Some(&[_, _, _, high, low]) = rest.first_chunk::<RECORD_HEADER_BYTES>() else {
@@ -116,7 +116,7 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         };
         let length = usize::from(u16::from_be_bytes([high, low]));
         if length == 0 {
-            return Err(NoHello::Malformed("a record inside it is empty"));
+            return Err(NoHello::Malformed("one of its records is empty"));
         }
         if length > MAX_RECORD_BYTES {
             return Err(NoHello::Malformed("a record is longer than TLS allows"));

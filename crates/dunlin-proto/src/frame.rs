@@ -135,8 +135,9 @@ impl ChunkHeader {
     /// of each raw range follows on the lane, in the order of the ranges.
     ///
     /// # Errors
-    /// No range or too many ranges, a payload over its limit, a range without pages, or a chunk
-    /// number that an acknowledgement cannot express; `out` is then unchanged.
+    /// No range or too many ranges, a payload over its limit, a range without pages or with an
+    /// unaligned offset, or a chunk number that an acknowledgement cannot express; `out` is then
+    /// unchanged.
     pub fn encode(
         number: u64,
         iteration: u32,
@@ -210,9 +211,9 @@ impl ChunkHeader {
     /// unspecified.
     ///
     /// # Errors
-    /// A range outside its region or in an unknown region, an encoding that was
-    /// not negotiated, or lengths that contradict each other. The peer is at
-    /// fault, and the chunk must not be used.
+    /// A range outside its region or in an unknown region, an unknown encoding,
+    /// or lengths that contradict each other. The peer is at fault, and the chunk
+    /// must not be used.
     pub fn decode_ranges(
         &self,
         bytes: &[u8],

@@ -31,7 +31,7 @@ use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 /// fit, and one write call writes the whole record.
 pub const RECORD_BYTES: usize = 1024;
 
-/// Distance between the starts of the two slots; the bytes between them are zero.
+/// Distance between the starts of the two slots. The bytes after a slot's record are zero.
 pub const SLOT_BYTES: usize = 4096;
 
 /// Bytes of the two slots. Earlier releases, which had no peer block, wrote files of this length.

@@ -14,7 +14,7 @@
 /// a later version can allow other sizes.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// Maximum number of lanes of one session that are alive at the same time, including the control lane.
+/// Maximum number of data lanes of one session that are alive at the same time.
 ///
 /// Four times the largest number of lanes that a published measurement needed to saturate 100
 /// Gbit/s. The limit bounds threads and per-lane buffers. Lane *numbers* may be larger, because a
@@ -94,8 +94,9 @@ pub const CHUNK_PAGES: u64 = 64;
 /// of zeros costs a header and an acknowledgement ([`CHUNK_PAGES`]).
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
-/// Maximum number of page ranges in flight at the source: assigned to a lane and not
-/// acknowledged.
+/// The source forms no chunk while at least this many page ranges are in flight, that is, assigned
+/// to a lane and not acknowledged. The last chunk can exceed the limit by up to
+/// [`MAX_RANGES_PER_CHUNK`] ranges.
 ///
 /// Formula: a range takes 24 bytes of memory, so all of them take 6 MiB. They cover 64 GiB of guest
 /// memory if each range is a whole chunk, and 1 GiB in the worst case, which is single scattered
@@ -199,9 +200,9 @@ pub const DEFAULT_CHANNELS: usize = 512;
 /// wait in the socket and are sent as larger pieces.
 pub const MAX_CHANNEL_CHUNKS: usize = 1024;
 
-/// Maximum number of bytes at the end of a channel that its consumer may leave unread, if the
-/// other side has ended the channel. If more bytes are unread, the channel counts as aborted. The limit has
-/// room for eight TLS alerts.
+/// Maximum number of bytes at the end of a channel that its consumer may leave unread, if the other
+/// side has ended the channel. If more bytes are unread, the channel counts as aborted. The limit
+/// has room for eight TLS alerts.
 ///
 /// A program that has received all data closes its connection without reading the
 /// *close_notify* of the peer's TLS, one record of 24 to 31 bytes. Drawback: a consumer
@@ -321,7 +322,7 @@ const _: () = assert!(MAX_ACK_SETS <= u16::MAX as usize);
 const _: () = assert!(MAX_NAME_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_ENDPOINT_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_TEXT_BYTES <= u16::MAX as usize);
-// The tunnel's largest messages (open, credits, acknowledgements, reset) each fit a body.
+// The tunnel's largest messages (open, credits, acknowledgements, refused) each fit a body.
 const _: () = assert!(
     64 + 2 * MAX_NAME_BYTES + MAX_CHANNELS * 12 <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES
 );

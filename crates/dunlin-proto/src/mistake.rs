@@ -1,5 +1,5 @@
-//! Mistakes that tests plant in this crate's decisions, to prove that the model
-//! and the simulator find them.
+//! Mistakes that tests plant in this crate's decisions, to prove that the model,
+//! the simulator and this crate's tests find them.
 //!
 //! Only those tests enable the feature `mistakes`. Without it, [`planted`] is a
 //! constant `false` and no mistake is compiled in.

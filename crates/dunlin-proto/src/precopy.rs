@@ -8,8 +8,9 @@
 //!    bandwidth, plus a quarter because both vary, plus the fixed costs (state,
 //!    round trips, the journal's sync).
 //! 2. If the prediction is within the downtime limit, iterations continue while
-//!    each one shrinks the remainder by a quarter, because that reduces the
-//!    downtime at little cost. Then the source switches over.
+//!    each one shrinks the remainder by a quarter and more than a negligible
+//!    remainder is left, because that reduces the downtime at little cost. Then
+//!    the source switches over.
 //! 3. Otherwise, if almost nothing remains and the fixed costs alone exceed the
 //!    downtime limit, pre-copy ends, because no iteration helps.
 //! 4. Otherwise, at the time limit, the source cancels, or switches over whatever
@@ -22,13 +23,13 @@
 /// has the same default.
 pub const THROTTLE_FIRST: u8 = 20;
 /// The increase, in percentage points, after each further iteration that does not shrink the
-/// remainder.
+/// remainder by a quarter.
 pub const THROTTLE_STEP: u8 = 10;
 /// The maximum throttle, in percent. At 100 percent the guest would not run, as if it were
 /// paused.
 pub const THROTTLE_LAST: u8 = 99;
-/// The number of consecutive iterations without a smaller remainder after which the guest is
-/// throttled. A change of the guest's working set can cause a single such iteration.
+/// The number of consecutive iterations that do not shrink the remainder by a quarter, after which
+/// the guest is throttled. A change of the guest's working set can cause a single such iteration.
 const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
 /// The number of pages up to which a remainder is not worth another iteration. 1024
 /// pages are 4 MiB, which take about a millisecond on a 25 GbE link, less than the

@@ -24,7 +24,7 @@ pub struct Received {
 /// A chunk number is invalid. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ChunkError {
-    /// The chunk has arrived before.
+    /// The chunk has arrived before, or its number is `u64::MAX`, which no chunk has.
     #[error("chunk {number} arrived twice")]
     Twice {
         /// The chunk's number.

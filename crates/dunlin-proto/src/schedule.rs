@@ -49,7 +49,7 @@ pub struct ChunkPlan {
     pub number: u64,
     /// The iteration to which the chunk belongs, counted from 1.
     pub iteration: u32,
-    /// The pages, in the order of the region table.
+    /// The pages. Ranges that [`Schedule::extend`] added come last.
     pub ranges: Vec<PageRange>,
     /// Number of pages in all ranges.
     pub pages: u64,
@@ -136,7 +136,7 @@ pub struct Schedule {
     next_chunk: u64,
     lanes: BTreeMap<u16, LaneWork>,
     in_flight: VecDeque<InFlight>,
-    /// The number of ranges that are assigned to a lane and not acknowledged, bounded by
+    /// The number of ranges that are assigned to a lane and not acknowledged. See
     /// [`MAX_IN_FLIGHT_RANGES`].
     pub(crate) in_flight_ranges: usize,
     in_flight_pages: u64,
@@ -321,9 +321,9 @@ impl Schedule {
     /// has zero pages, which need no payload. The new ranges are appended.
     /// Returns whether any were added.
     ///
-    /// No pages are added while the pending pages belong to another iteration (I4),
-    /// or if the lane has been lost. In the second case all pages of the chunk are
-    /// pending again.
+    /// No pages are added while the pending pages belong to another iteration (I4)
+    /// or [`MAX_IN_FLIGHT_RANGES`] is reached, or if the lane has been lost. If the
+    /// lane has been lost, all pages of the chunk are pending again.
     pub fn extend(&mut self, plan: &mut ChunkPlan, room: u64) -> bool {
         if self.adding
             || plan.iteration != self.iteration

@@ -125,7 +125,7 @@ pub enum RegionError {
     },
     /// The length is not a positive multiple of the page size within the limit.
     #[error(
-        "region {id} has invalid length {length} (a multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
+        "region {id} has invalid length {length} (must be a multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
     )]
     Length {
         /// The region.
@@ -138,7 +138,7 @@ pub enum RegionError {
     Total,
     /// The backing page size is not a power of two, or below the page size.
     #[error(
-        "region {id} has invalid backing page size {bytes} (a power of two, at least {PAGE_BYTES})"
+        "region {id} has invalid backing page size {bytes} (must be a power of two, at least {PAGE_BYTES})"
     )]
     BackingPage {
         /// The region.

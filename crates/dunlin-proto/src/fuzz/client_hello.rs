@@ -70,7 +70,7 @@ fn grows(bytes: &[u8]) {
     }
 }
 
-/// Complete hellos, and messages prefixed by a record size.
+/// Complete hellos, messages prefixed by a record size, and a message of another protocol.
 #[cfg(test)]
 pub(super) fn seeds() -> Vec<super::driver::Seed> {
     use crate::client_hello::tests::{cut, large, message, names};

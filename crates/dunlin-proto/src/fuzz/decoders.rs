@@ -237,8 +237,8 @@ static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
     .expect("the table is within every limit")
 });
 
-/// Decodes a frame of a data lane. Ranges must lie inside their regions, and each frame has
-/// one encoding.
+/// Decodes a frame of a data lane. Checks that the ranges lie inside their regions, and that
+/// encoding the frame again gives the same bytes.
 pub fn fuzz_data_frame(bytes: &[u8]) {
     let Some((header, rest)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() else {
         return;

@@ -54,8 +54,8 @@ fn message(bytes: &[u8]) {
 const SAS: u16 = 4;
 
 /// Runs one side with a peer that sends anything and a caller that requests anything at any time.
-/// Checks that nothing panics, that the state stays within its bounds, that no SA is installed twice
-/// or removed without being installed, and that nothing is sent after the end (I7, I8).
+/// Checks that nothing panics, that the state stays within its bounds, that no SA is installed
+/// twice or removed without being installed, and that nothing is sent after the end (I7, I8).
 pub fn fuzz_ipsec_session(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mode = match choices.byte() % 2 {

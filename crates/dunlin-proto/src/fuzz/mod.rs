@@ -138,8 +138,8 @@ mod tests {
     use super::driver::{Seed, check, vectors};
     use super::*;
 
-    /// The test vectors of docs/wire/ for decoders, and random bytes for entries that
-    /// perform operations.
+    /// For decoders, the test vectors of docs/wire/ or constructed inputs. For entries that perform
+    /// operations, random bytes.
     fn seeds(target: &str) -> Vec<Seed> {
         match target {
             "opening" => vectors("opening/"),

@@ -235,7 +235,7 @@ pub fn fuzz_precopy(bytes: &[u8]) {
         match precopy.after_iteration(&pass) {
             Decision::Iterate { throttle } => {
                 assert!(throttle <= THROTTLE_LAST);
-                assert!(throttle >= slowed, "the guest speeds up while it outruns");
+                assert!(throttle >= slowed, "the throttle decreases");
                 assert!(throttle == 0 || goals.throttle);
                 assert!(within || !late, "the time limit does not hold");
                 slowed = throttle;

@@ -61,8 +61,8 @@ fn message(bytes: &[u8]) {
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }
 
-/// Decodes a frame of a tunnel's lane. Checks that the frame has one encoding and that the offset
-/// of its last byte does not overflow.
+/// Decodes a frame of a tunnel's lane. Checks that encoding the frame again gives the same bytes,
+/// and that the offset of its last byte does not overflow.
 pub fn fuzz_tunnel_frame(bytes: &[u8]) {
     let Ok(header) = <&[u8; FRAME_HEADER_BYTES]>::try_from(bytes) else {
         return;

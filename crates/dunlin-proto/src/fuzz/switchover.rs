@@ -158,7 +158,10 @@ impl SourceHistory {
                 }
                 SourceAction::SendRelease => {
                     let released = Some(SourceRecord::Released);
-                    assert_eq!(self.recorded, released, "the record is still asked about");
+                    assert_eq!(
+                        self.recorded, released,
+                        "*release* is sent before *released* is recorded"
+                    );
                 }
                 _ => {}
             }

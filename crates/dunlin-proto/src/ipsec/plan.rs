@@ -9,16 +9,15 @@
 //! 2. [`SessionParameters::inbound`]: the inbound SAs. Their SPIs are sent to the peer only after
 //!    they are installed.
 //! 3. [`SessionParameters::outbound`]: the outbound SAs. The fallback is installed first, because
-//!    the kernel might prefer a fallback that is newer than the other SAs. Then the outgoing policies
-//!    are *replaced* by policies that protect.
-//!    The kernel has one policy for a direction and selector and replaces it atomically: a packet
-//!    matches either the old or the new one.
+//!    the kernel might prefer a fallback that is newer than the other SAs. Then the outgoing
+//!    policies are *replaced* by policies that protect. The kernel has one policy for a direction
+//!    and selector and replaces it atomically: a packet matches either the old or the new one.
 //!
 //! A later SA of the same epoch needs no new policy, because the existing policies find it by its
 //! request id. Only an SA for a single connection gets its own policy, which takes precedence over
-//! the others. For new keys, [`SessionParameters::outbound`] uses another request id. One replacement
-//! of the policies then moves all traffic to the new SAs, and the two sets of SAs never mix.
-//! [`SessionParameters::retire`] removes the old SAs.
+//! the others. For new keys, [`SessionParameters::outbound`] uses another request id. One
+//! replacement of the policies then moves all traffic to the new SAs, and the two sets of SAs never
+//! mix. [`SessionParameters::retire`] removes the old SAs.
 //!
 //! # Removing
 //!
@@ -34,8 +33,8 @@
 //! # Request ids
 //!
 //! A session has a block of [`REQIDS`] request ids. All its inbound SAs use the first id, so that
-//! incoming policies stay the same in all epochs. Outbound SAs use one id for each epoch, or for each
-//! connection and epoch.
+//! incoming policies stay the same in all epochs. Outbound SAs use one id for each epoch, or for
+//! each connection and epoch.
 
 pub(super) mod adopt;
 
@@ -174,7 +173,8 @@ impl SessionParameters {
         grants.sort_by_key(|grant| grant.slot.sender != Sender::Fallback);
         let associations = self.associations(Direction::Out, epoch, &grants);
         let mut steps: Vec<Step> = associations.map(Step::Add).collect();
-        // The policies of connections come first, so that no connection uses the fallback in between.
+        // The policies of connections come first, so that no connection uses the fallback in
+        // between.
         for grant in &grants {
             if let Some(policy) = self.own_policy(epoch, grant) {
                 steps.push(if known.contains(&grant.slot.sender) {

@@ -42,8 +42,8 @@ impl PortRange {
         (self.first..=self.last).contains(&port)
     }
 
-    /// Returns the blocks of `count` ports in the range. `count` is a power of two, and each block is
-    /// aligned to it. Incomplete blocks at the edges are left out.
+    /// Returns the blocks of `count` ports in the range. `count` is a power of two, and each block
+    /// is aligned to it. Incomplete blocks at the edges are left out.
     pub fn parts(self, count: u16) -> impl Iterator<Item = Self> {
         let count = u32::from(count.max(1));
         let first = u32::from(self.first).next_multiple_of(count);

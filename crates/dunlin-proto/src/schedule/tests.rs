@@ -40,9 +40,9 @@ fn i4_a_dirty_log_waits_for_the_next_iteration() {
     schedule.mark_run(0, run(0, 2));
     schedule.begin_iteration();
     assert_eq!(drain(&mut schedule, 1).0, 2);
-    // Lane 1 still carries page 0, which is now dirty again. In this iteration
-    // nothing would keep lane 2 from overtaking lane 1. `lose_lane` resets the
-    // cursor to page 0.
+    // Lane 1 still carries page 0, which becomes dirty again. If lane 2 sent the
+    // page in this iteration, it could overtake lane 1. `lose_lane` resets the
+    // cursor to page 0, so that lane 2 would find the page.
     schedule.lose_lane(3);
     schedule.mark_dirty(0, &[1]);
     assert_eq!(drain(&mut schedule, 2), (0, vec![]));
@@ -313,9 +313,15 @@ fn i4_no_page_of_the_next_iteration_is_added_to_a_chunk() {
     let mut plan = ChunkPlan::default();
     assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
     schedule.mark_dirty(0, &[0, 1]);
-    assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "it waits");
+    assert!(
+        !schedule.extend(&mut plan, CHUNK_PAGES),
+        "the page waits for the next iteration"
+    );
     schedule.begin_iteration();
-    assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "it is the next");
+    assert!(
+        !schedule.extend(&mut plan, CHUNK_PAGES),
+        "the page belongs to the next iteration"
+    );
     assert_eq!(drain(&mut schedule, 1).0, 1);
 }
 
@@ -337,7 +343,10 @@ fn i8_scattered_pages_in_flight_are_bounded() {
     while schedule.next(1, &mut plan) == Work::Chunk {}
     assert!(schedule.pending_pages() > 0);
     assert!(schedule.in_flight_ranges < MAX_IN_FLIGHT_RANGES + MAX_RANGES_PER_CHUNK);
-    assert!(!schedule.extend(&mut plan, CHUNK_PAGES), "nor added to");
+    assert!(
+        !schedule.extend(&mut plan, CHUNK_PAGES),
+        "a chunk was extended at the limit"
+    );
     let chunks = schedule.chunks();
     schedule.acknowledge(0, chunks).unwrap();
     assert_eq!(schedule.next(1, &mut plan), Work::Chunk);

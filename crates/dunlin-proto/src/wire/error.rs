@@ -59,8 +59,9 @@ pub enum DecodeReason {
         /// The value as sent.
         value: u64,
     },
-    /// The value is reserved for a feature that was not negotiated.
-    #[error("value {value} was not negotiated")]
+    /// This release does not support the value, or the value belongs to a feature that was not
+    /// negotiated.
+    #[error("value {value} is not supported")]
     Unsupported {
         /// The value as sent.
         value: u64,
@@ -86,7 +87,7 @@ pub enum DecodeReason {
         /// Bytes that are left over.
         bytes: u64,
     },
-    /// Two values, each valid alone, contradict each other.
+    /// The value contradicts another value or a rule.
     #[error("{0}")]
     Inconsistent(&'static str),
 }

@@ -172,7 +172,7 @@ fn i7_what_a_message_may_not_say_is_refused() {
         ("want", body + 6, 1, "an index twice"),
         ("want", body + 10, 4, "an unknown kind of SA"),
         ("want", body + 11, 1, "a fallback with a CPU"),
-        ("granted", body + 11, 0, "an SPI that is set aside"),
+        ("granted", body + 11, 0, "a reserved SPI"),
         ("release", body + 6, 5, "an index twice"),
         ("release", body, 0, "nothing to release"),
     ] {

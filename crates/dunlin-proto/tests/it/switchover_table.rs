@@ -144,7 +144,7 @@ fn the_whole_table_is_as_recorded() {
     let recorded = include_str!("switchover_table.txt");
     assert!(
         table == recorded,
-        "the table has changed; if that is meant, record this one in tests/it/switchover_table.txt:\n{table}"
+        "the table has changed; if that is intended, replace tests/it/switchover_table.txt by:\n{table}"
     );
 }
 

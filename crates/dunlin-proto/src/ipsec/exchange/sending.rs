@@ -79,8 +79,8 @@ impl Sending {
 
     pub(super) fn request(&mut self, sender: Sender) {
         self.releases.remove(&sender);
-        // No peer accepts more SAs than this limit. The peer's own limit, which may be lower, applies
-        // when the request is sent.
+        // No peer accepts more SAs than this limit. The peer's own limit, which may be lower,
+        // applies when the request is sent.
         if self.requests.len() < usize::from(crate::limits::MAX_SAS) {
             self.requests.insert(sender);
         }

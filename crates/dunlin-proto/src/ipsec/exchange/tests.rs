@@ -442,7 +442,7 @@ proptest! {
     }
 }
 
-/// A responder that is ready for its first grant.
+/// A running responder: it has requested its fallback SA and granted nothing.
 fn granting() -> Exchange {
     let mut exchange = Exchange::responder(4, None, Vec::new());
     exchange.handle_message(Message::Terms(terms(Mode::Cpu, 4)));

@@ -368,8 +368,8 @@ fn sas_in_udp_differ_in_their_source_ports() {
     assert_eq!(inward, [(60_000, 4500)]);
 }
 
-/// The SAs of two epochs never mix. Only policies move traffic from the old SAs to the new SAs, after
-/// all new SAs are installed. The removal of the old SAs changes nothing.
+/// The SAs of two epochs never mix. Only policies move traffic from the old SAs to the new SAs,
+/// after all new SAs are installed. The removal of the old SAs changes nothing.
 #[test]
 fn new_keys_carry_nothing_before_a_policy_selects_them() {
     for mode in [Mode::Cpu, Mode::Connection] {
