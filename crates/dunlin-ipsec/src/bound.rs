@@ -1,6 +1,6 @@
 //! Restricts the addresses from which a peer may connect. A session protects packets to the address
-//! from which the control connection came, and a certificate does not state which addresses belong to
-//! the peer.
+//! from which the control connection came, and a certificate does not state which addresses belong
+//! to the peer.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -103,7 +103,8 @@ pub(super) fn begin(
         admits: |_, _| Ok(()),
     })?;
     loop {
-        // This loop needs no time limit, because the session ends itself if the peer does not answer.
+        // This loop needs no time limit, because the session ends itself if the peer does not
+        // answer.
         match up.recv_timeout(LOOK) {
             Ok(()) => return Ok(session),
             Err(RecvTimeoutError::Timeout) if !session.is_over() => {

@@ -20,12 +20,12 @@ pub enum IpsecError {
     /// The kernel's tables cannot be read or changed.
     #[error("{doing}: {source}")]
     Kernel {
-        /// The failed operation.
+        /// The failed operation, or the object that it concerned.
         doing: String,
         /// The kernel's error.
         source: xfrm::Error,
     },
-    /// A record cannot be written, so nothing is installed.
+    /// A record or the directory of records cannot be accessed.
     #[error("record {path} cannot be {what}: free disk space, or check the disk and the permissions", path = path.display())]
     Record {
         /// The failed operation, as a participle: `opened`, `written`.

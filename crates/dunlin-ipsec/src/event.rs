@@ -101,7 +101,7 @@ impl fmt::Display for Event {
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked while connections use them ({connections} now; record {})",
+                "the ports stay blocked until a later process frees them or takes them over ({connections} connections use them now; record {})",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(

@@ -478,7 +478,7 @@ fn unless_gone(opened: io::Result<File>, path: &Path) -> Result<Option<File>, Ip
     }
 }
 
-/// Returns whether the lock was taken.
+/// Returns whether this call acquired the lock.
 fn is_locked(tried: Result<(), TryLockError>, path: &Path) -> Result<bool, IpsecError> {
     match tried {
         Ok(()) => Ok(true),

@@ -26,7 +26,7 @@ pub(super) use values::state_of;
 use values::{connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of};
 
 /// The number of consecutive checks that must find no connection before the ports are freed:
-/// procfs lists connections in pieces and may omit one that changes its state.
+/// the kernel lists connections in pieces and may omit one that changes its state.
 const LOOKS: u32 = 3;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 

@@ -1,5 +1,5 @@
-//! The side that opens lanes over IPsec. It starts keying sessions with a peer. Each session protects
-//! a range of ports, from which the lanes connect.
+//! The side that opens lanes over IPsec. It starts keying sessions with a peer. Each session
+//! protects a range of ports, from which the lanes connect.
 
 use std::collections::HashMap;
 use std::mem;
@@ -95,8 +95,8 @@ impl IpsecDialer {
     /// thread to one CPU.
     ///
     /// # Errors
-    /// The deadline has passed, or the request was cancelled. A session that is still being set
-    /// up is then abandoned.
+    /// [`LaneError`]. If the deadline has passed or the request was cancelled, a session that is
+    /// still being set up is abandoned.
     pub fn connect(&self, request: &LaneRequest<'_>) -> Result<ProtectedLane, LaneError> {
         let mut tried = 0;
         loop {

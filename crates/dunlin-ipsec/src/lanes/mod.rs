@@ -1,10 +1,10 @@
 //! Dunlin's own lanes over IPsec: plain TCP connections with packets that the kernel seals.
 //!
-//! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens lanes
-//! uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed. The side
-//! that accepts lanes passes each arrival to
-//! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of keying
-//! sessions. It passes each plain lane to
+//! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
+//! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
+//! The side that accepts lanes passes each arrival to
+//! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of
+//! keying sessions. It passes each plain lane to
 //! [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit), which checks with
 //! [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
@@ -59,12 +59,13 @@ use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
-/// The number of ports that a session protects: twice the maximum number of lanes, because the side
-/// that closes a connection keeps its port for a minute (TIME_WAIT). It is a power of two, so that
-/// one policy in each direction covers the block.
+/// The number of ports that a session protects. A session needs more ports than it has lanes,
+/// because the side that closes a connection keeps its port for a minute (TIME_WAIT). If all ports
+/// are in use, another session starts. The number is a power of two, so that one policy in each
+/// direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
-/// The maximum number of offers from peers that wait for an answer. Further offers are dropped. Only
-/// authorised peers can make offers.
+/// The maximum number of offers from peers that wait for an answer. Further offers are dropped.
+/// Only authorised peers can make offers.
 const OFFERS: usize = 8;
 /// The maximum number of accepted lanes that wait for an SA for the packets that this side sends.
 const ANSWERING: usize = 256;
@@ -148,7 +149,8 @@ impl IpsecLanes {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
         let mut options = options;
-        // Empty the list, so that a session requests the SA of a CPU only when the first lane needs it.
+        // Empty the list, so that a session requests the SA of a CPU only when the first lane needs
+        // it.
         let cpus = std::mem::take(&mut options.cpus);
         let shared = Arc::new(Shared {
             site: Site {
@@ -174,8 +176,8 @@ impl IpsecLanes {
     }
 
     /// Checks that a plain lane uses the SAs of a keying session with the lane's peer, which
-    /// `is_peer` recognises. If the lane uses them, no unprotected packet from the lane's source port
-    /// reaches this host (I6).
+    /// `is_peer` recognises. If the lane uses them, no unprotected packet from the lane's source
+    /// port reaches this host (I6).
     ///
     /// # Errors
     /// The lane does not use such SAs, or its addresses are not available.
@@ -330,8 +332,8 @@ impl Shared {
                 return false;
             }
             session.session.want_cpu(one.cpu);
-            // This copy of the descriptor would keep the kernel from closing the connection, and the
-            // peer waits for that before it frees the ports.
+            // This copy of the descriptor would keep the kernel from closing the connection, and
+            // the peer waits for that before it frees the ports.
             one.since.elapsed() < ANSWERING_LIMIT && is_established(&one.lane).unwrap_or(false)
         });
     }

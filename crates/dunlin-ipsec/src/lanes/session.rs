@@ -30,8 +30,8 @@ use dunlin_lane::sync::lock;
 /// How long to wait for a lane's own SA before the lane uses the fallback.
 const SA_LIMIT: Duration = Duration::from_secs(2);
 /// The number of consecutive checks that must find no connection before a session ends. One check
-/// is not enough: procfs may omit a connection, and the last acknowledgement needs time to reach
-/// the other side.
+/// is not enough: the kernel's list may omit a connection, and the last acknowledgement needs time
+/// to reach the other side.
 const LOOKS: u32 = 4;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// The interval at which an expected SA is polled.
@@ -50,10 +50,12 @@ pub enum LaneError {
         /// The endpoint.
         to: String,
     },
-    /// All ports of the session are in use.
-    #[error("no free port in {ports} for a lane: other programs on this host use them")]
+    /// All ports of a session are in use, or no ports are left for another session.
+    #[error(
+        "no free port in {ports} for a lane: sessions or other programs use them, or used them in the last minute"
+    )]
     NoPort {
-        /// The ports of the session.
+        /// The ports of the session, or the ports for all sessions.
         ports: String,
     },
     /// The lane's thread cannot be pinned to its CPU.
@@ -357,7 +359,8 @@ impl LaneSession {
                 entry.has_strayed.store(true, Ordering::Relaxed);
             }
         }
-        // If the lanes cannot be moved back, report them at increasing intervals instead of every second.
+        // If the lanes cannot be moved back, report them at increasing intervals instead of every
+        // second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
                 observer.event(&Event::Strayed {

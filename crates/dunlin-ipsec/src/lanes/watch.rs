@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 
 use dunlin_proto::ipsec::Sender;
 
-/// Fewer bytes than this are not significant, because the counters of lanes and of SAs are not read at
-/// the same instant.
+/// Fewer bytes than this are not significant, because the counters of lanes and of SAs are not read
+/// at the same instant.
 const LEAST_BYTES: u64 = 64 << 10;
 
 /// One sample of all counters.
@@ -34,8 +34,9 @@ pub(super) struct Stray {
     pub(super) carried: u64,
 }
 
-/// Returns the CPUs with lanes that used an SA of another CPU or the fallback SA between two samples.
-/// Skips CPUs without an SA, and CPUs for which a new epoch replaced the SA between the samples.
+/// Returns the CPUs with lanes that used an SA of another CPU or the fallback SA between two
+/// samples. Skips CPUs without an SA, and CPUs for which a new epoch replaced the SA between the
+/// samples.
 pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
     let carried = |sender: Sender| {
         let (spi, before) = last.before.get(&sender)?;

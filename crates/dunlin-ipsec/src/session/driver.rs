@@ -32,8 +32,8 @@ use dunlin_lane::sync::lock;
 const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long an outbound SA of the previous epoch stays installed, for packets that were sealed while the
-/// policies were switched. This time is shorter than the peer's [`GRACE`].
+/// How long an outbound SA of the previous epoch stays installed, for packets that were sealed
+/// while the policies were switched. This time is shorter than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer sent its last packet.
 const GRACE: Duration = Duration::from_secs(2);
@@ -307,8 +307,8 @@ impl Driver {
     }
 
     /// Sends a message. If the send fails, the peer may have ended the session, and its final
-    /// message may still be unread. A send error therefore does not end the session immediately: the
-    /// peer's final message takes precedence over the loss of the connection.
+    /// message may still be unread. A send error therefore does not end the session immediately:
+    /// the peer's final message takes precedence over the loss of the connection.
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
@@ -322,8 +322,9 @@ impl Driver {
 
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
     /// uses the ports. If connections still use them, the ports stay blocked until a later process
-    /// frees them. If the end was not requested, the ports stay blocked without a wait. Otherwise an
-    /// attacker who can interrupt a connection, or make a peer send garbage, could open the ports.
+    /// frees them. If the end was not requested, the ports stay blocked without a wait. Otherwise
+    /// an attacker who can interrupt a connection, or make a peer send garbage, could open the
+    /// ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,

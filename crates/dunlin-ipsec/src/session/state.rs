@@ -46,7 +46,7 @@ pub(super) struct Driver {
     pub(super) rekeyed: Instant,
 }
 
-/// The ports of the session. No transition leads back.
+/// The ports of the session: free until the exchange begins, then blocked until the session ends.
 pub(super) enum Ports {
     /// The exchange has not begun: the ports are as they were before the session.
     Free,

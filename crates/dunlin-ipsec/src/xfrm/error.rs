@@ -6,8 +6,8 @@ use dunlin_proto::fault::FaultCode;
 
 use crate::netlink::Failure;
 
-/// Why a request failed. After [`Error::Socket`] or [`Error::Answer`], the kernel may have performed
-/// the request nevertheless.
+/// Why a request failed. After [`Error::Socket`] or [`Error::Answer`], the kernel may have
+/// performed the request nevertheless.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -132,8 +132,8 @@ pub struct Algorithm {
 /// The counters of an SA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Bytes. For an outbound packet, the kernel counts the bytes after the IP header, before it adds
-    /// ESP.
+    /// Bytes. For an outbound packet, the kernel counts the bytes after the IP header, before it
+    /// adds ESP.
     pub bytes: u64,
     /// Packets. A packet that is segmented after the SA counts once at the sender.
     pub packets: u64,
