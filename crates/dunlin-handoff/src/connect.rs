@@ -40,8 +40,8 @@ pub struct ConnectionInfo {
     pub peer: Option<PeerIdentity>,
 }
 
-/// Connects to `host` and performs the handshake. Returns at `deadline` at the latest, and soon after
-/// `cancel` is cancelled.
+/// Connects to `host` and performs the handshake. Returns at `deadline` at the latest, and soon
+/// after `cancel` is cancelled.
 ///
 /// # Errors
 /// [`HandoffError`], after closing the connection.
@@ -99,8 +99,8 @@ impl ConnectionInfo {
     }
 }
 
-/// Enables keep-alive. Sets no limit for unacknowledged data (TCP_USER_TIMEOUT): the programs at both
-/// ends decide how long a peer may stall.
+/// Enables keep-alive. Sets no limit for unacknowledged data (TCP_USER_TIMEOUT): the programs at
+/// both ends decide how long a peer may stall.
 pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     let liveness = Liveness {
         user_timeout: Duration::ZERO,

@@ -37,7 +37,8 @@ pub enum HandoffError {
     NotTrusted {
         /// The peer's address.
         at: SocketAddr,
-        /// The certificate at which the peer's chain ends, if the peer's certificate can be decoded.
+        /// The certificate at which the peer's chain ends, if the peer's certificate can be
+        /// decoded.
         why: Option<UntrustedReason>,
     },
     /// The handshake failed.
@@ -57,7 +58,7 @@ pub enum HandoffError {
         at: SocketAddr,
         /// The version offered.
         version: TlsVersion,
-        /// The peer's alert.
+        /// The peer's alert, or why this side ended the handshake.
         reason: String,
     },
     /// A socket operation failed.

@@ -28,8 +28,8 @@ pub struct KtlsSocket {
 }
 
 impl Connected {
-    /// Installs the keys of both directions in the kernel. `inspector` queries the kernel for the parts
-    /// of [`Chosen`] that concern this connection.
+    /// Installs the keys of both directions in the kernel. `inspector` queries the kernel for the
+    /// parts of [`Chosen`] that concern this connection.
     ///
     /// # Errors
     /// [`HandoffError::Kernel`], or [`HandoffError::Handshake`] if the server sent something other
@@ -58,7 +58,8 @@ impl Connected {
     }
 }
 
-/// Installs the keys of both directions in the kernel, and reads which driver and device the kernel uses.
+/// Installs the keys of both directions in the kernel, and reads which driver and device the kernel
+/// uses.
 ///
 /// # Errors
 /// [`Refused`]. The caller must close the connection, because the kernel may have only one of its

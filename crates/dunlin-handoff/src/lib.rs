@@ -2,8 +2,8 @@
 //!
 //! [`connect`] performs the handshake with any TLS server, [`kernel`] installs the keys of both
 //! directions in the kernel, and [`pass`] passes the socket to the program that uses it. [`accept`]
-//! is the server side. Without kernel TLS the hand-off fails: there is no fallback that seals records
-//! in this process.
+//! is the server side. Without kernel TLS the hand-off fails: there is no fallback that seals
+//! records in this process.
 #![forbid(unsafe_code)]
 
 pub mod accept;

@@ -1,5 +1,5 @@
-//! Passes sockets to another program: a payload over a unix socket, with the sockets attached to its
-//! first byte (SCM_RIGHTS, unix(7)).
+//! Passes sockets to another program: a payload over a unix socket, with the sockets attached to
+//! its first byte (SCM_RIGHTS, unix(7)).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,7 +12,7 @@ use dunlin_linux::socket::wait_writable;
 /// open.
 ///
 /// # Errors
-/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise an error
+/// `TimedOut` if not all of `payload` could be written before `deadline`; otherwise an error
 /// from [`fdpass::send`]. After an error the receiver may still have the sockets, if part of the
 /// payload was sent.
 pub fn send_sockets(

@@ -95,8 +95,8 @@ fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
     }
 }
 
-/// The revocation lists of the caller's identity apply to the server's certificate under every trust
-/// policy, and to its chain if the policy builds one.
+/// The revocation lists of the caller's identity apply to the server's certificate under every
+/// trust policy, and to its chain if the policy builds one.
 #[test]
 fn i6_a_hand_off_refuses_a_revoked_server_under_every_trust_policy() {
     let root = Ca::root("root");

@@ -1,4 +1,5 @@
-//! The accepting thread. It owns each client until the client is forwarded or its handshake is complete.
+//! The accepting thread. It owns each client until the client is forwarded or its handshake is
+//! complete.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -59,8 +60,8 @@ impl AcceptLoop {
         })
     }
 
-    /// Runs until the acceptor is stopped, or until it drains and has no pending clients left. Closes
-    /// `listener` when the acceptor begins to drain, or at the end.
+    /// Runs until the acceptor is stopped, or until it drains and has no pending clients left.
+    /// Closes `listener` when the acceptor begins to drain, or at the end.
     ///
     /// # Errors
     /// The listener or epoll failed.
@@ -262,8 +263,8 @@ enum Shortage {
     Starved,
 }
 
-/// Decides what to do when accept(2) fails for lack of descriptors or memory. `all` is sorted by age, the
-/// oldest first.
+/// Decides what to do when accept(2) fails for lack of descriptors or memory. `all` is sorted by
+/// age, the oldest first.
 fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> Shortage {
     match least(all) {
         Some(one) if now.saturating_duration_since(one.began) >= SHORTAGE_GRACE => {

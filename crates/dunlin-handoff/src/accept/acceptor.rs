@@ -31,8 +31,8 @@ pub struct Acceptor {
 
 impl Acceptor {
     /// Accepts clients on `listener`, with the settings of
-    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server). The acceptor's
-    /// threads report events to `observer`.
+    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server). The
+    /// acceptor's threads report events to `observer`.
     ///
     /// # Errors
     /// [`HandoffError::Kernel`] if the kernel has no TLS and there is no backend, or
@@ -86,9 +86,9 @@ impl Acceptor {
         self.address
     }
 
-    /// Stops accepting, and waits for at most `limit` until all clients have been handed over, or
-    /// have closed their connections to the backend. Then closes the remaining clients, and returns
-    /// their number.
+    /// Stops accepting, and waits for at most `limit` until every client has been handed over or
+    /// refused, or its forwarded connection has ended. Then closes the remaining connections.
+    /// Returns the number of forwarded clients and hand-overs that remained.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         let mut state = lock(&self.shared.state);

@@ -34,9 +34,8 @@ const GRACE: Duration = Duration::from_secs(1);
 /// client wait for less than this time. A connection that a client keeps open for later requests
 /// can be evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// Maximum number of evicted clients that still have threads. They do not count towards the limit of
-/// forwarded clients. Each has at most six descriptors. Two of these are for a name lookup, which ends
-/// before splicing begins.
+/// Maximum number of evicted clients that still have threads. They do not count towards the limit
+/// of forwarded clients. Each has at most eight descriptors.
 const LEAVING: usize = 8;
 
 impl Forwarded {
@@ -219,8 +218,8 @@ impl Forwarded {
                 error
             }
         };
-        // Once a stream has ended, the client and the backend may close their connections in any way, so
-        // errors are ignored.
+        // Once a stream has ended, the client and the backend may close their connections in any
+        // way, so errors are ignored.
         let mut ended = self.has_ended.iter();
         match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),

@@ -1,5 +1,5 @@
-//! The accepting side: one port for the hand-off names and for a *backend*, the server for all other
-//! names.
+//! The accepting side: one port for the hand-off names and for a *backend*, the server for all
+//! other names.
 //!
 //! ```text
 //!            ┌─ hand-off name ──▶ handshake ──▶ kernel TLS ──▶ unix socket: a line, and the socket
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! - `acceptor`: the listener's handle; `shared` is the state that all of its threads share.
-//! - `accept_loop`: the accepting thread. It owns each client until its name is known, and performs the
-//!   handshakes.
+//! - `accept_loop`: the accepting thread. It owns each client until its name is known, and performs
+//!   the handshakes.
 //! - `client`: a client that the accepting thread owns. Its hello stays in the socket (MSG_PEEK);
 //!   epoll reports the socket again only when enough bytes for the next step have arrived.
 //! - `deliver`: passes the sockets of hand-off names to their receivers.
@@ -276,8 +276,8 @@ pub enum Event {
     /// The kernel has no TLS when the acceptor starts. Clients of hand-off names are therefore
     /// refused, and all other clients are forwarded.
     NoKernelTls(Refused),
-    /// Descriptors or memory ran out, and there is no client to evict. Reported once until accepting
-    /// succeeds again.
+    /// Descriptors or memory ran out, and there is no client to evict. Reported once until
+    /// accepting succeeds again.
     Starved(io::Error),
     /// The listener failed. Clients are no longer accepted.
     Failed(io::Error),

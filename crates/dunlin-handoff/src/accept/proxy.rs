@@ -29,8 +29,8 @@ impl ProxyHeader {
     }
 }
 
-/// Converts both addresses to one family: IPv4 if both are IPv4 addresses, otherwise IPv6. A dual-stack
-/// listener reports IPv4 addresses as IPv4-mapped IPv6 addresses.
+/// Converts both addresses to one family: IPv4 if both are IPv4 addresses, otherwise IPv6. A
+/// dual-stack listener reports IPv4 addresses as IPv4-mapped IPv6 addresses.
 fn plain(client: SocketAddr, server: SocketAddr) -> (IpAddr, IpAddr) {
     let (client, server) = (client.ip().to_canonical(), server.ip().to_canonical());
     match (client, server) {

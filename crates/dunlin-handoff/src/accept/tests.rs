@@ -15,8 +15,8 @@ use super::{Acceptor, Backend, Event, HandoffName, Limits, Options, Target};
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Starts an acceptor that forwards every client to `to`, at most `most` clients at a time. Also returns
-/// a channel with the codes of its refusals.
+/// Starts an acceptor that forwards every client to `to`, at most `most` clients at a time. Also
+/// returns a channel with the codes of its refusals.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode>) {
     acceptor_of(Vec::new(), to, most)
 }
