@@ -113,11 +113,10 @@ impl HostOptions {
 /// The kind of guest of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
+    /// A virtual machine on KVM, which needs /dev/kvm.
+    Kvm,
     /// Threads of this process, one per vCPU, that visit the memory like a KVM guest. Hosts without
     /// /dev/kvm can run a process guest.
-    Kvm,
-    /// Threads of this process, one per vCPU, that visit the memory in the same way. Hosts without
-    /// /dev/kvm can run such a guest.
     Process,
 }
 
@@ -164,7 +163,9 @@ pub enum ConfigError {
     #[error("name longer than {NAME_LIMIT_BYTES} bytes")]
     Name,
     /// `memory_bytes` is out of range.
-    #[error("memory size {0} bytes invalid (a multiple of 2 MiB, more than 4 MiB, at most 63 GiB)")]
+    #[error(
+        "memory size {0} bytes invalid (must be a multiple of 2 MiB, more than 4 MiB, at most 63 GiB)"
+    )]
     Memory(u64),
     /// `vcpus` is out of range.
     #[error("vCPU count {0} out of range (1–{VCPU_LIMIT})")]

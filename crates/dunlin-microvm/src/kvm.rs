@@ -437,7 +437,7 @@ mod tests {
     fn a_kick_before_the_run_is_not_lost() {
         let Some(machine) = machine() else { return };
         let mut vcpu = machine.create_vcpu(0).unwrap();
-        // Writes an endless loop at the base of the reset vector, in real mode.
+        // Writes an endless loop at 0x1000, where the vCPU starts in real mode.
         vm_memory::Bytes::write_slice(
             &**machine.memory(),
             &[0xeb, 0xfe],

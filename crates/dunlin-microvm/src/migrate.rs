@@ -272,7 +272,7 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
 
 /// Refuses a machine that is larger than the memory limit of this process's control group, before
 /// the source pauses the guest. Without this check, the kernel would eventually kill this process,
-/// and the VM would be lost. Swap counts towards the limit.
+/// and the VM would be lost. The host's swap is added to the limit.
 fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
     // If /proc cannot be read, accept the machine.
     let Ok(Some(limit)) = cgroup::memory_limit() else {

@@ -1,5 +1,5 @@
-//! Functions shared by tests that migrate a machine with the engine: certificates, huge pages, and
-//! a migration between two threads of the process over loopback.
+//! Functions shared by tests that migrate a machine with the engine: certificates, and a migration
+//! between two threads of the process over loopback.
 
 use std::fs;
 use std::net::TcpListener;
