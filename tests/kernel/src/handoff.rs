@@ -23,7 +23,7 @@ pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA2
 /// The key exchange group that xenopsd requests.
 pub const CURVE: &str = "secp384r1";
 
-/// The time limit for every wait.
+/// The time limit of every wait except [`wait_for_listener`].
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A program that is killed on drop.
@@ -489,6 +489,6 @@ pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
         let mut received = vec![0; there.len()];
         far.read_exact(&mut received).expect("the data arrives");
         assert!(received == there, "the received data differs");
-        far.write_all(back).expect("the peer answers");
+        far.write_all(back).expect("the data is sent");
     });
 }

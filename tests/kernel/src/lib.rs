@@ -52,8 +52,8 @@ const SKIPPED: i32 = 77;
 pub struct Needs {
     /// Number of virtual CPUs, 1 to 4.
     pub cpus: u32,
-    /// Packages of Debian trixie with programs that are added to the path. The packages are unpacked but not
-    /// configured, so files that the installation would generate are missing.
+    /// Packages of Debian trixie with programs that are added to the path. The packages are
+    /// unpacked but not configured, so files that the installation would generate are missing.
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,

@@ -91,8 +91,8 @@ pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     text.lines().filter_map(count).collect()
 }
 
-/// Destroys a connection of a host. The connection is gone as if the peer had vanished and the host
-/// had given up the connection.
+/// Destroys the connections of a host that match a filter of ss(8), as if the peer had vanished and
+/// the host had given up the connections.
 ///
 /// # Panics
 /// No connection matches the filter.

@@ -206,7 +206,7 @@ impl Process {
     /// Starts a command and waits for its first line of output.
     ///
     /// # Panics
-    /// The first line of output does not contain `first`.
+    /// The first line of output does not begin with `first`.
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");

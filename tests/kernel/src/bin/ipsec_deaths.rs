@@ -39,7 +39,8 @@ const NEEDS: Needs = Needs {
 
 /// The argument with which this program acts as one of the two processes of a session.
 const PARTY: &str = "--party";
-/// An action of a session's process: the process dies before the given change to the kernel's tables.
+/// An action of a session's process: the process dies before the given change to the kernel's
+/// tables.
 const DIES: &str = "dies";
 const STOPS: &str = "stops";
 /// The process dies as soon as the session is up.
@@ -108,8 +109,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// One of the two processes dies before each of its changes, while it installs, renews or removes SAs.
-/// After each death, the next process on each host removes its own policies and SAs.
+/// One of the two processes dies before each of its changes, while it installs, renews or removes
+/// SAs. After each death, the next process on each host removes its own policies and SAs.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -392,7 +393,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         let _ = sender.send(event.clone());
     });
     let listener = TcpListener::bind(SERVER).expect("the address is free");
-    let server = Server::start(listener, tls, options, observer).expect("the program starts");
+    let server = Server::start(listener, tls, options, observer).expect("the server starts");
     loop {
         match events.recv().expect("the server runs") {
             Event::Up(_) if dies_up => {

@@ -99,8 +99,8 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
         carried(status)
     };
     let mut rounds = 0;
-    // At first, the packets that host b sends use the fallback SA. Each lane switches when the SA of
-    // its CPU is installed.
+    // At first, the packets that host b sends use the fallback SA. Each lane switches when the SA
+    // of its CPU is installed.
     until("answers use their own SAs", || {
         let before = answers();
         lanes.iter().for_each(Lane::send);
@@ -415,7 +415,7 @@ impl Lane {
             let same = stream.try_clone().expect("a descriptor");
             send_stream
                 .send((same, hold.cpu()))
-                .expect("the process can be waited for");
+                .expect("the test waits for the lane");
             // Send in pieces, like the frames of a lane.
             let mut send = || {
                 let mut pieces = vec![7; BYTES];

@@ -338,7 +338,7 @@ impl Scene<'_> {
                 scope.spawn(move || lane.send(near, BYTES));
                 scope.spawn(move || lane.send_back(far, BYTES));
             }
-            until("every connection has looked for another way", || {
+            until("every connection has looked up its route again", || {
                 let sent = retransmissions(self.guest, "a", ESTABLISHED, at);
                 sent.len() == self.lanes.len() && sent.iter().all(|times| *times > RETRIES)
             });

@@ -421,7 +421,7 @@ fn moves(
     assert_eq!(events.iter().any(is_lost), strikes, "{events:?}");
     let (received, builder, _) = receiving.finish(false);
     assert!(received.expect("the VM arrived").runs);
-    let there = builder.built.expect("the program was built");
+    let there = builder.built.expect("the VM was built");
     assert!(pages(&vm.memory) == pages(&there.memory));
     let warned = events
         .iter()

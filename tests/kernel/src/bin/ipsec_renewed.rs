@@ -232,7 +232,7 @@ impl Slow {
     }
 
     fn command(&mut self, what: &str) {
-        writeln!(self.commands, "{what}").expect("the reader does not panic");
+        writeln!(self.commands, "{what}").expect("the process reads its commands");
     }
 
     /// Reads lines up to the line `words`. Every other line reports a change to the kernel's
@@ -288,7 +288,7 @@ fn slowly(mode: &str) -> ExitCode {
         up(SERVER, &tls, &options, &observer, &never).expect("the session comes up");
     println!("up");
     for line in std::io::stdin().lines() {
-        match line.expect("the output is text").as_str() {
+        match line.expect("the input is text").as_str() {
             "rekey" => session.rekey(),
             "end" => {
                 session.end();
@@ -297,7 +297,7 @@ fn slowly(mode: &str) -> ExitCode {
             other => panic!("unknown command {other:?}"),
         }
     }
-    session.wait().expect("the process ends");
+    session.wait().expect("the session ends without an error");
     println!("ended");
     ExitCode::SUCCESS
 }

@@ -327,9 +327,10 @@ fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A session may not include the port of another session's control connection. The host that has the
-/// record of the other session refuses the new one before it installs anything. After the process of
-/// a session is killed, `status` still lists the session and advises `dunlin ipsec clean`.
+/// A session may not include the port of another session's control connection. The host that has
+/// the record of the other session refuses the new one before it installs anything. After the
+/// process of a session is killed, `status` still lists the session and advises
+/// `dunlin ipsec clean`.
 fn ports_of_another_control_connection_are_refused(guest: &Guest) {
     let mut session = Process::up("connection");
     let policies = || {

@@ -1,4 +1,4 @@
-//! QEMU migrates through a tunnel with lanes over IPsec, while a lane is killed and keys are renewed.
+//! QEMU migrates through a tunnel with lanes over IPsec while a lane is killed and keys change.
 //! All pages are compared, and no data is sent in the clear. Another test passes bytes in both
 //! directions.
 
@@ -32,8 +32,8 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x7a,
 };
-/// A bandwidth in bytes per second. It is so low that the migration lasts until the test has killed a
-/// lane and keys have been renewed.
+/// A bandwidth in bytes per second. It is so low that the migration lasts until the test has killed
+/// a lane and keys have been renewed.
 const SLOW: u64 = 2 << 20;
 const LANES: usize = 4;
 /// The number of bytes that are sent and returned.
@@ -44,8 +44,8 @@ fn main() -> ExitCode {
         connect(guest);
         for host in ["a", "b"] {
             guest.command("ip", &["-n", host, "link", "set", "lo", "up"]);
-            // The ports of a lost session stay blocked until TCP gives up the unsent data of its lanes.
-            // Make TCP do so soon.
+            // The ports of a lost session stay blocked until TCP gives up the unsent data of its
+            // lanes. Make TCP do so soon.
             let sysctl = ["sysctl", "-q", "-w", "net.ipv4.tcp_orphan_retries=1"];
             guest.command("ip", &netns(host, &sysctl));
         }

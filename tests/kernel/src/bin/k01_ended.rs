@@ -1,4 +1,4 @@
-//! The kernel accepts no keys for a connection if the peer ends its stream right after the handshake.
+//! The kernel refuses keys for a connection if the peer ends its stream right after the handshake.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -39,7 +39,8 @@ fn connect_fails_in_one_line(guest: &Guest) {
     assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
 }
 
-/// The client shuts down its sending direction and continues to read, so that it receives the alert.
+/// The client shuts down its sending direction and continues to read, so that it receives the
+/// alert.
 fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
     let consumer = UnixListener::bind("consumer").expect("the folder is writable");
     let accept = Accept::start(guest, "1.2", &[]);

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         let _stunnel = stunnel_to(guest, 4443, behind, "");
         let consumer = UnixListener::bind("consumer").expect("the folder is writable");
         // The listener has a short queue, which fills up quickly.
-        let few = Backlog::new(1).expect("the text is a number");
+        let few = Backlog::new(1).expect("the number is in range");
         listen(&consumer, few).expect("the socket is a listener");
 
         let slow = guest.folder().join("slow");
@@ -202,8 +202,8 @@ fn a_client_that_ends_before_the_keys_is_refused(
     input
         .write_all(b"last words")
         .expect("the data is accepted");
-    // The client reads its input only after its handshake, so an empty pipe shows that the handshake
-    // has ended.
+    // The client reads its input only after its handshake, so an empty pipe shows that the
+    // handshake has ended.
     let until = Instant::now() + Duration::from_secs(60);
     while unread_bytes(&input).expect("the descriptor is a pipe") > 0 {
         assert!(Instant::now() < until, "the handshake does not end");

@@ -8,7 +8,8 @@ use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::ktls::Version;
 use nix::errno::Errno;
 
-/// The number of records that AES-GCM may protect under one key (RFC 8446, section 5.5).
+/// Dunlin's limit of records that AES-GCM protects under one key. RFC 8446, section 5.5, allows
+/// about 2^24.5.
 const LIMIT: u64 = 1 << 24;
 
 fn main() -> ExitCode {

@@ -59,7 +59,7 @@ fn file_pages() {
     };
     let scribble = |page: usize, byte: u8| {
         file.write_all_at(&[byte; PAGE], (page * PAGE) as u64)
-            .expect("the range is inside the memory");
+            .expect("the file is writable");
     };
     arrives_authentic_although_written(send, scribble);
 }

@@ -1,4 +1,4 @@
-//! The owner of a kernel-TLS socket can use non-blocking mode and several writers, and end the stream.
+//! A kernel-TLS socket's owner can use non-blocking mode and several writers, and end the stream.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;

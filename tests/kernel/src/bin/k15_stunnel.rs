@@ -1,4 +1,4 @@
-//! `dunlin handoff connect` connects to a stunnel configured like xapi's and passes a kernel-TLS socket.
+//! `dunlin handoff connect` connects to a stunnel like xapi's and passes a kernel-TLS socket.
 
 use std::io::Read;
 use std::path::Path;

@@ -72,8 +72,8 @@ fn assert_no_nonce_repeats(mut sent: &[u8], suite: &str) {
     assert!(data.iter().all(|(kind, _)| *kind == DATA), "{sealed:?}");
     let nonces: BTreeSet<u64> = sealed.iter().map(|(_, nonce)| *nonce).collect();
     assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce was repeated");
-    // Later records do not reach the nonce of the Finished message, because that nonce is further away
-    // than the maximum number of records under one key.
+    // Later records do not reach the nonce of the Finished message, because that nonce is further
+    // away than the maximum number of records under one key.
     let first = data[0].1;
     assert!(
         finished.wrapping_sub(first) > 1 << 32,

@@ -1,4 +1,4 @@
-//! The kernel refuses an SA with a CPU that does not exist, an outbound replay window or an SPI in use.
+//! The kernel refuses an SA with a nonexistent CPU, an outbound replay window or an SPI in use.
 
 use std::process::ExitCode;
 

@@ -132,7 +132,8 @@ fn under_a_stream(guest: &Guest, family: Family) {
     removed(&hosts, &wire, &all, [fallback, own, answers], family);
 }
 
-/// While a stream runs, removes and adds SAs, and adds and removes policies other than the lane's own.
+/// While a stream runs, removes and adds SAs, and adds and removes policies other than the lane's
+/// own.
 fn changed_under(
     stream: &Stream<'_>,
     a: &Host,

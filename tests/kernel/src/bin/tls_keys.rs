@@ -27,8 +27,7 @@ fn moves_16_mib(guest: &Guest) {
         for number in 0..BYTES / CHUNK {
             source.write_all(&chunk(number)).expect("the data is sent");
         }
-        // Send once in the other direction. If a key were installed for only one direction, this
-        // data would be plaintext.
+        // Receive in the other direction too, because each direction has its own key.
         let mut answer = [0; 5];
         source.read_exact(&mut answer).expect("the peer answers");
         assert_eq!(&answer, b"there");

@@ -229,7 +229,8 @@ fn k07_an_end_without_a_close_is_truncation() {
     assert!(matches!(error, ReceiveError::Truncated), "{error}");
 }
 
-/// The alert that closes the lane has two bytes, but the buffer of the read has room for only one byte.
+/// The alert that closes the lane has two bytes, but the buffer of the read has room for only one
+/// byte.
 fn k07_a_close_ends_a_read_of_one_byte() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let sender = DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
@@ -319,7 +320,7 @@ fn i7_a_changed_byte_is_not_delivered() {
     let suite = CipherSuite::Aes256Gcm;
     let (near, far) = pair(suite, Offload::Process, Offload::Kernel);
     let Records::Process { mut seal, .. } = near.records else {
-        panic!("the process was asked for");
+        panic!("the keys are in the kernel");
     };
     let mut record = vec![7; PAGE_BYTES];
     seal.seal(&mut record).expect("the record can be sealed");

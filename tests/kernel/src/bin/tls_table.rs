@@ -1,4 +1,4 @@
-//! Sending a file with kernel TLS and sendfile(2) takes fewer instructions than sealing in the process.
+//! sendfile(2) with kernel TLS takes fewer instructions than sealing a file in the process.
 //! The test counts the system calls and the instructions of nine ways to send a file.
 
 use std::fs::{self, File};

@@ -196,10 +196,10 @@ pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Op
         .collect()
 }
 
-/// Makes the connection look up its SA again at its next send, and performs this send on `cpu`. It
-/// changes the traffic class, sends `first`, and changes the class back, which triggers another
-/// lookup. Nagle's algorithm must be off. Otherwise the second send would wait for an
-/// acknowledgement and take place on the CPU that receives the acknowledgement.
+/// Makes the connection look up its SA again on `cpu`. Changes the traffic class, sends `first`,
+/// changes the class back and sends `first` again. Each of the two sends looks up the SA. Nagle's
+/// algorithm must be off. Otherwise the second send would wait for an acknowledgement and take
+/// place on the CPU that receives the acknowledgement.
 ///
 /// # Panics
 /// The socket is not connected.

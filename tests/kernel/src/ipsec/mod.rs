@@ -506,7 +506,7 @@ fn family_of(selector: &Selector) -> Family {
 }
 
 /// Adds policies on both hosts that require an SA with the request id [`REQID`] for lanes from `a`
-/// to `b`, in both directions.
+/// to `b`, in both directions. Returns each policy with its host.
 ///
 /// # Panics
 /// A policy is not added.

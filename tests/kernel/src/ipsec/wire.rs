@@ -1,8 +1,8 @@
 //! The frames that leave a host.
 //!
 //! Frames are captured where they leave a host. A capture where they arrive may also show the
-//! decrypted packet, because `esp4_offload` passes that packet to the interface again. This is not a
-//! leak.
+//! decrypted packet, because `esp4_offload` passes that packet to the interface again. This is not
+//! a leak.
 
 use dunlin_rig::linux::packet::{Frame, Packets};
 
