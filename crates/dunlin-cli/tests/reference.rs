@@ -82,10 +82,16 @@ fn the_page_of_the_configuration_has_every_key() {
     let route = "listen = \"127.0.0.1:0\"\nidentity = \"x\"\n[route.ram]\n";
     let limits = route.replace("route.ram", "limits");
     let ipsec = route.replace("route.ram", "ipsec");
+    let redirect = route.replace("route.ram", "redirect.vm");
     for (heading, table, more) in [
-        ("The file", "", &["limits", "ipsec", "route"][..]),
+        (
+            "The file",
+            "",
+            &["limits", "ipsec", "redirect", "route"][..],
+        ),
         ("`[limits]`", &*limits, &[]),
         ("`[route.NAME]`", route, &[]),
+        ("`[redirect.NAME]`", &*redirect, &[]),
         ("`[ipsec]`", &*ipsec, &[]),
     ] {
         let mut written = keys(&page, heading);

@@ -2,6 +2,7 @@
 //! line and its remedy.
 
 mod ipsec;
+pub(crate) mod redirect;
 mod relay;
 mod stripe;
 pub(crate) mod table;
@@ -18,6 +19,7 @@ use toml::Spanned;
 
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
+use redirect::{Others, Redirect, RedirectTable};
 use table::{Found, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
@@ -33,6 +35,11 @@ pub(crate) struct Config {
     /// Where TLS records are sealed and opened: kernel or process.
     pub(crate) offload: Offload,
     pub(crate) routes: Routes,
+    #[allow(dead_code, reason = "the tunnel will use it")]
+    pub(crate) redirects: Vec<Redirect>,
+    /// Loopback port of the listener for redirected connections.
+    #[allow(dead_code, reason = "the tunnel will use it")]
+    pub(crate) redirect_port: u16,
     /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,
     /// Settings of lanes over IPsec, if configured.
@@ -54,6 +61,9 @@ struct File {
     #[serde(default)]
     limits: LimitsTable,
     ipsec: Option<IpsecTable>,
+    redirect_port: Option<Spanned<u64>>,
+    #[serde(default)]
+    redirect: BTreeMap<String, Spanned<RedirectTable>>,
     #[serde(default)]
     route: BTreeMap<String, Spanned<RouteTable>>,
 }
@@ -154,9 +164,19 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             exits.extend(exit);
         }
     }
-    if file.route.is_empty() {
+    let redirect_port = redirect::port(&file.redirect_port, found);
+    let others = Others {
+        listen: listen.as_ref(),
+        redirect_port,
+        routes: file.route.keys().map(String::as_str).collect(),
+        entrances: &entrances,
+        relays: &relays,
+    };
+    let redirects = redirect::check(&file.redirect, is_prepared, &others, found);
+    if file.route.is_empty() && file.redirect.is_empty() {
         let text = "the file has no route: add [route.NAME] with listen and to on the host that \
-                    accepts connections, and with target and allow on the other";
+                    accepts connections, and with target and allow on the other, or \
+                    [redirect.NAME] for a toolstack's range of ports";
         found.add(&(0..0), text.to_owned());
     }
     if !found.all.is_empty() {
@@ -181,6 +201,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         reading,
         offload,
         routes,
+        redirects,
+        redirect_port,
         starts_programs,
         ipsec,
         limits,

@@ -14,15 +14,17 @@ pub(super) fn check(
     over_ipsec: bool,
     found: &mut Found<'_>,
 ) -> (Option<Entrance>, Option<Exit>) {
-    let window_bytes = found.or(&table.window, WINDOW_BYTES, |text| {
-        match parse_bytes(text)? {
-            bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
-            _ => Err(format!("window {text} out of range (256K to 1G)")),
-        }
-    });
+    let window_bytes = found.or(&table.window, WINDOW_BYTES, parse_window);
     let entrance = entrance(name, table, window_bytes, over_ipsec, found);
     let exit = exit(name, at, table, window_bytes, found);
     (entrance, exit)
+}
+
+pub(super) fn parse_window(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
+        _ => Err(format!("window {text} out of range (256K to 1G)")),
+    }
 }
 
 fn entrance(

@@ -1,0 +1,480 @@
+//! Redirects in the configuration: port ranges of a toolstack at its peers, whose connections the
+//! tunnel carries. `crate::redirect` makes the packet filter's rules from them.
+#![allow(
+    dead_code,
+    reason = "the tunnel's listener for redirected connections will use it"
+)]
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use dunlin::lane::peers::Peer;
+use dunlin_ipsec::PortRange;
+use dunlin_tunnel::{DEFAULT_LANES, Entrance, Listen, Mode, RelayExit, WINDOW_BYTES};
+use serde::Deserialize;
+use time::{Date, Duration, Month, OffsetDateTime};
+use toml::Spanned;
+
+use super::stripe::parse_window;
+use super::table::{Found, Port, at};
+
+/// Default port of the peers' tunnels: outside the ports of toolstacks, and below the ephemeral
+/// ports (32768 and above), which any program may hold.
+const PEER_PORT: u16 = 18300;
+/// Default port of the listener for redirected connections.
+const REDIRECT_PORT: u16 = 18301;
+/// The longest name: rules have comments of at most 128 bytes, which contain it.
+const LONGEST_NAME: usize = 64;
+/// The largest number of ports in a redirect. Toolstacks use at most 64; each port is one that no
+/// other program of the host can serve.
+const MOST_PORTS: u16 = 1024;
+/// How far ahead `plain_until` may be.
+const LONGEST_PLAIN: Duration = Duration::days(90);
+
+/// Connections of local users to ports of peers, which the tunnel carries; and what the peers send
+/// in the same way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Redirect {
+    pub(crate) name: String,
+    /// The same ports here and at the peers.
+    pub(crate) ports: PortRange,
+    pub(crate) peers: Vec<RedirectPeer>,
+    /// Names or uids of the users with redirected connections.
+    pub(crate) users: Vec<String>,
+    /// Where the peers' connections go, tried in order.
+    pub(crate) local: Vec<IpAddr>,
+    pub(crate) plain: Option<Plain>,
+    /// Port of the peers' tunnels.
+    pub(crate) peer_port: u16,
+    pub(crate) lanes: u16,
+    pub(crate) window_bytes: u64,
+    pub(crate) mode: Mode,
+}
+
+/// A peer of a redirect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RedirectPeer {
+    /// An address in canonical form, or a host name, which stands for all of its addresses.
+    pub(crate) host: String,
+    /// A name or pin of the peer's certificate.
+    pub(crate) identity: String,
+}
+
+/// Peers without Dunlin, which may connect to the ports in the clear.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plain {
+    pub(crate) from: Vec<IpAddr>,
+    /// The last day (UTC).
+    pub(crate) until: Date,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RedirectTable {
+    ports: Spanned<String>,
+    peers: Spanned<BTreeMap<Spanned<String>, Spanned<String>>>,
+    users: Spanned<Vec<Spanned<String>>>,
+    local: Option<Spanned<Vec<Spanned<String>>>>,
+    peer_port: Option<Spanned<u64>>,
+    lanes: Option<Spanned<u64>>,
+    window: Option<Spanned<String>>,
+    mode: Option<Spanned<String>>,
+    security: Option<Spanned<String>>,
+    plain_from: Option<Spanned<Vec<Spanned<String>>>>,
+    plain_until: Option<Spanned<String>>,
+}
+
+/// The port of the listener for redirected connections.
+pub(super) fn port(port: &Option<Spanned<u64>>, found: &mut Found<'_>) -> u16 {
+    found.count("redirect_port", port, REDIRECT_PORT, u64::from(u16::MAX))
+}
+
+/// The redirects of the file's tables.
+pub(super) fn check(
+    tables: &BTreeMap<String, Spanned<RedirectTable>>,
+    is_prepared: bool,
+    others: &Others<'_>,
+    found: &mut Found<'_>,
+) -> Vec<Redirect> {
+    let mut redirects = Vec::new();
+    for (name, table) in tables {
+        if !is_name(name) {
+            let text = format!(
+                "invalid redirect name {name:?}: use 1 to {LONGEST_NAME} letters, digits, hyphens \
+                 and underscores"
+            );
+            found.add(&table.span(), text);
+        }
+        if others.routes.contains(&name.as_str()) {
+            let text = format!("redirect {name} and a route have the same name: rename one");
+            found.add(&table.span(), text);
+        }
+        redirects.extend(check_one(name, table.get_ref(), is_prepared, found));
+    }
+    check_together(&redirects, tables, others, found);
+    redirects
+}
+
+fn check_one(
+    name: &str,
+    table: &RedirectTable,
+    is_prepared: bool,
+    found: &mut Found<'_>,
+) -> Option<Redirect> {
+    let ports = found.parsed(&table.ports, |text| parse_ports(text));
+    let peers = peers(name, &table.peers, found);
+    let users = users(name, &table.users, found);
+    let local = match &table.local {
+        Some(local) => addresses(name, "local", local, found),
+        None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+    };
+    let plain = plain(name, table, &peers, today(), found);
+    let peer_port = &table.peer_port;
+    Some(Redirect {
+        name: name.to_owned(),
+        peers,
+        users,
+        local,
+        plain,
+        peer_port: found.count("peer_port", peer_port, PEER_PORT, u64::from(u16::MAX)),
+        lanes: found.count("lanes", &table.lanes, DEFAULT_LANES, 128),
+        window_bytes: found.or(&table.window, WINDOW_BYTES, parse_window),
+        mode: mode(name, table, is_prepared, found),
+        ports: ports?,
+    })
+}
+
+/// What else of the configuration a redirect could collide with.
+pub(super) struct Others<'a> {
+    pub(super) listen: Option<&'a Port>,
+    pub(super) redirect_port: u16,
+    /// Names of routes.
+    pub(super) routes: Vec<&'a str>,
+    pub(super) entrances: &'a [Entrance],
+    pub(super) relays: &'a [RelayExit],
+}
+
+/// Reports overlapping ports, and ports of the tunnel within a redirect: the rules would reject the
+/// tunnel's peers, or lead its own connections back to it.
+fn check_together(
+    redirects: &[Redirect],
+    tables: &BTreeMap<String, Spanned<RedirectTable>>,
+    others: &Others<'_>,
+    found: &mut Found<'_>,
+) {
+    for (index, redirect) in redirects.iter().enumerate() {
+        let Redirect { name, ports, .. } = redirect;
+        let Some(table) = tables.get(name) else {
+            continue;
+        };
+        let at = table.get_ref().ports.span();
+        for other in &redirects[..index] {
+            if ports.first() <= other.ports.last() && other.ports.first() <= ports.last() {
+                let text = format!(
+                    "redirect {name}: ports {ports} overlap ports {} of redirect {}: give each \
+                     redirect ports of its own",
+                    other.ports, other.name
+                );
+                found.add(&at, text);
+            }
+        }
+        let peer_port = ("peer_port".to_owned(), redirect.peer_port);
+        for (key, port) in others.ports().chain([peer_port]) {
+            if ports.contains(port) {
+                let text = format!(
+                    "redirect {name}: ports {ports} contain {port}, which is {key}: choose \
+                     another port for it"
+                );
+                found.add(&at, text);
+            }
+        }
+    }
+    if let Some(Port::At(listen)) = others.listen
+        && listen.port() == others.redirect_port
+        && let Some(table) = tables.values().next()
+    {
+        let text = format!(
+            "listen and redirect_port are both {}: choose another port for one of them",
+            others.redirect_port
+        );
+        found.add(&table.span(), text);
+    }
+}
+
+impl Others<'_> {
+    /// The ports at which the tunnel listens and to which it connects, with their keys.
+    fn ports(&self) -> impl Iterator<Item = (String, u16)> {
+        let listen = match self.listen {
+            Some(Port::At(listen)) => Some(("listen".to_owned(), listen.port())),
+            _ => None,
+        };
+        let entrances = self.entrances.iter().flat_map(|entrance| {
+            let route = &entrance.route;
+            let listen = match entrance.listen {
+                Listen::Tcp(at) => Some((format!("listen of route {route}"), at.port())),
+                _ => None,
+            };
+            let to = entrance.to.rsplit_once(':');
+            let to = to.and_then(|(_, port)| port.parse().ok());
+            let to = to.map(|port| (format!("to of route {route}"), port));
+            listen.into_iter().chain(to)
+        });
+        let relays = self.relays.iter().map(|relay| {
+            let key = format!("tls_listen of route {}", relay.route);
+            (key, relay.listen.port())
+        });
+        let redirect = ("redirect_port".to_owned(), self.redirect_port);
+        let listen = listen.into_iter().chain([redirect]);
+        listen.chain(entrances).chain(relays)
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    (1..=LONGEST_NAME).contains(&name.len()) && name.bytes().all(fits)
+}
+
+fn parse_ports(text: &str) -> Result<PortRange, String> {
+    let range = match text.contains('-') {
+        true => text.parse::<PortRange>(),
+        false => format!("{text}-{text}").parse(),
+    };
+    let range = range.map_err(|_| {
+        format!("invalid ports {text:?}: write the toolstack's range, such as 49152-49215")
+    })?;
+    if range.first() < 1024 {
+        return Err(format!(
+            "ports {range} begin below 1024, where other services listen: write the toolstack's \
+             range, such as 49152-49215"
+        ));
+    }
+    match range.last() - range.first() {
+        more if more < MOST_PORTS => Ok(range),
+        more => Err(format!(
+            "{} ports out of range (1 to {MOST_PORTS}): write the toolstack's range, such as \
+             49152-49215",
+            u32::from(more) + 1
+        )),
+    }
+}
+
+fn peers(
+    name: &str,
+    table: &Spanned<BTreeMap<Spanned<String>, Spanned<String>>>,
+    found: &mut Found<'_>,
+) -> Vec<RedirectPeer> {
+    let mut peers: Vec<RedirectPeer> = Vec::new();
+    for (host, identity) in table.get_ref() {
+        let at = host.span();
+        found.parsed(identity, |text| text.parse::<Peer>());
+        let Some(host) = found.parsed(host, |text| parse_host(text)) else {
+            continue;
+        };
+        if let Some(other) = peers.iter().find(|other| other.host == host) {
+            let text = format!(
+                "redirect {name}: {host} has two identities, {} and {}: remove one",
+                other.identity,
+                identity.get_ref()
+            );
+            found.add(&at, text);
+        }
+        peers.push(RedirectPeer {
+            host,
+            identity: identity.get_ref().clone(),
+        });
+    }
+    if table.get_ref().is_empty() {
+        let text = format!(
+            "redirect {name} has no peer: add peers = {{ \"ADDRESS\" = \"NAME\" }} with the name \
+             in the peer's certificate"
+        );
+        found.add(&table.span(), text);
+    }
+    peers
+}
+
+/// An address in canonical form, or a host name in lower case.
+fn parse_host(text: &str) -> Result<String, String> {
+    if let Ok(address) = text.parse::<IpAddr>() {
+        return usable(address).map(|address| address.to_string());
+    }
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    // A text of digits and dots is an address with a mistake.
+    let is_name = text.bytes().all(fits) && text.bytes().any(|byte| byte.is_ascii_alphabetic());
+    if is_name && text.len() <= 253 && !text.starts_with(['-', '.']) {
+        return Ok(text.to_ascii_lowercase());
+    }
+    Err(format!(
+        "invalid host {text:?}: write an address, such as 192.0.2.2 or 2001:db8::2, or a host name"
+    ))
+}
+
+/// An address that a host can have. An IPv4 address within IPv6 becomes an IPv4 address, because
+/// its packets are of IPv4.
+fn usable(address: IpAddr) -> Result<IpAddr, String> {
+    let address = address.to_canonical();
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(format!("{address} is not the address of one host"));
+    }
+    Ok(address)
+}
+
+fn users(name: &str, list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Vec<String> {
+    if list.get_ref().is_empty() {
+        let text = format!(
+            "redirect {name}: an empty list redirects no connection: name the toolstack's users, \
+             such as [\"root\", \"libvirt-qemu\"]"
+        );
+        found.add(&list.span(), text);
+    }
+    let users = list.get_ref().iter();
+    let users = users.filter_map(|user| found.parsed(user, |text| parse_user(text)));
+    users.collect()
+}
+
+/// A user name as useradd(8) permits it, or a uid. The largest number is not a uid: system calls
+/// use it for "no change".
+fn parse_user(text: &str) -> Result<String, String> {
+    let wrong = || format!("invalid user {text:?}: write a user name, or a uid such as \"107\"");
+    if text.bytes().all(|byte| byte.is_ascii_digit()) {
+        let uid = text.parse::<u32>().ok().filter(|uid| *uid != u32::MAX);
+        return uid.map(|uid| uid.to_string()).ok_or_else(wrong);
+    }
+    let fits = |byte: u8| byte.is_ascii_graphic() && !b":,/\"'\\".contains(&byte);
+    let fits = text.bytes().all(fits) && !text.starts_with('-') && text.len() <= 256;
+    fits.then(|| text.to_owned()).ok_or_else(wrong)
+}
+
+fn addresses(
+    name: &str,
+    key: &str,
+    list: &Spanned<Vec<Spanned<String>>>,
+    found: &mut Found<'_>,
+) -> Vec<IpAddr> {
+    if list.get_ref().is_empty() {
+        let text = format!("redirect {name}: {key} is empty: name an address, or remove {key}");
+        found.add(&list.span(), text);
+    }
+    let mut addresses = Vec::new();
+    for one in list.get_ref() {
+        let address = found.parsed(one, |text| match text.parse() {
+            Ok(address) => usable(address),
+            Err(_) => Err(format!(
+                "invalid address {text:?}: write an address, such as 192.0.2.2 or 2001:db8::2"
+            )),
+        });
+        addresses.extend(address);
+    }
+    addresses
+}
+
+fn plain(
+    name: &str,
+    table: &RedirectTable,
+    peers: &[RedirectPeer],
+    today: Date,
+    found: &mut Found<'_>,
+) -> Option<Plain> {
+    let until = table.plain_until.as_ref();
+    let Some(from) = &table.plain_from else {
+        if let Some(at) = at(&table.plain_until) {
+            found.add(
+                &at,
+                format!("redirect {name}: plain_until needs plain_from"),
+            );
+        }
+        return None;
+    };
+    let addresses = addresses(name, "plain_from", from, found);
+    for (one, text) in addresses.iter().zip(from.get_ref()) {
+        if peers.iter().any(|peer| peer.host == one.to_string()) {
+            let why = format!(
+                "redirect {name}: {one} is in peers and in plain_from: remove it from plain_from \
+                 when its tunnel runs"
+            );
+            found.add(&text.span(), why);
+        }
+    }
+    let Some(until) = until else {
+        let latest = today + LONGEST_PLAIN;
+        let text = format!(
+            "redirect {name}: plain_from needs an end: add plain_until = \"YYYY-MM-DD\", {latest} \
+             at the latest"
+        );
+        found.add(&from.span(), text);
+        return None;
+    };
+    let until = found.parsed(until, |text| parse_until(text, today))?;
+    Some(Plain {
+        from: addresses,
+        until,
+    })
+}
+
+/// A date, at most 90 days ahead. A date in the past is valid: if it were not, a host that boots
+/// after that day would have no rules.
+fn parse_until(text: &str, today: Date) -> Result<Date, String> {
+    let latest = today + LONGEST_PLAIN;
+    let date = parse_date(text)
+        .ok_or_else(|| format!("invalid date {text:?}: write YYYY-MM-DD, such as {latest}"))?;
+    if date > latest {
+        return Err(format!(
+            "plain_until {date} is more than {} days ahead: write {latest} or an earlier day",
+            LONGEST_PLAIN.whole_days()
+        ));
+    }
+    Ok(date)
+}
+
+fn parse_date(text: &str) -> Option<Date> {
+    let mut parts = text.split('-');
+    let mut number = |digits: usize| {
+        let part = parts.next()?;
+        let fits = part.len() == digits && part.bytes().all(|byte| byte.is_ascii_digit());
+        fits.then(|| part.parse::<u16>().ok())?
+    };
+    let (year, month, day) = (number(4)?, number(2)?, number(2)?);
+    if parts.next().is_some() {
+        return None;
+    }
+    let month = Month::try_from(u8::try_from(month).ok()?).ok()?;
+    Date::from_calendar_date(year.into(), month, u8::try_from(day).ok()?).ok()
+}
+
+fn mode(name: &str, table: &RedirectTable, is_prepared: bool, found: &mut Found<'_>) -> Mode {
+    found.or(&table.mode, (), |text| match text {
+        "stripe" => Ok(()),
+        "relay" => Err(format!(
+            "redirect {name}: this version has no redirects with mode \"relay\": remove mode, and \
+             run a tunnel on the peers"
+        )),
+        other => Err(format!(
+            "unknown mode {other:?}: write \"stripe\", or remove mode"
+        )),
+    });
+    found.or(&table.security, Mode::Stripe, |text| match text {
+        "tls" => Ok(Mode::Stripe),
+        "ipsec" if is_prepared => Ok(Mode::StripeOverIpsec),
+        "ipsec" => Err(format!(
+            "redirect {name} uses IPsec: add [ipsec] on both hosts"
+        )),
+        other => Err(format!(
+            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove security"
+        )),
+    })
+}
+
+impl Plain {
+    /// Whether the last day has passed, so that the rules accept nothing in the clear.
+    pub(crate) fn is_over(&self, today: Date) -> bool {
+        self.until < today
+    }
+}
+
+/// Today's date in UTC.
+pub(crate) fn today() -> Date {
+    OffsetDateTime::now_utc().date()
+}
+
+#[cfg(test)]
+mod tests;
