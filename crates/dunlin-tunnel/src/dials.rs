@@ -35,7 +35,8 @@ impl Dials {
     /// # Errors
     /// The tunnel is ending, or the process has no free file descriptors.
     pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
-        let cancel = DialCancel::new().or_failure(FaultCode::Kernel, "cannot create an eventfd")?;
+        let cancel =
+            DialCancel::new().or_failure(FaultCode::Kernel, "cannot create a socket pair")?;
         let mut state = lock(&self.0);
         if state.is_over {
             return Err(Failure::new(FaultCode::Ended, "tunnel is shutting down"));

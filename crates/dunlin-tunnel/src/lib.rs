@@ -104,8 +104,8 @@ pub use on_demand::{
     Demand, DemandError, ListenerStatus, MAX_ON_DEMAND_LISTENERS, OnDemandListener,
 };
 pub use options::{
-    BadRoute, BadRouteReason, DEFAULT_LANES, DEFAULT_REDIRECT_PORT, Entrance, Exit, Limits,
-    MAX_WINDOW_BYTES, Mode, Routes, WINDOW_BYTES,
+    BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
+    Routes, WINDOW_BYTES,
 };
 pub use probe::{MAX_PROBE_BYTES, Probe};
 pub use route::{Listen, Ports, RelayExit, Target};
@@ -357,9 +357,10 @@ impl Tunnel {
     }
 
     /// The number of connections to the redirect port that were refused, because no route is
-    /// redirected from their original destination.
-    pub fn refused_redirects(&self) -> u64 {
-        self.site.strays.load(Ordering::Relaxed)
+    /// redirected from their original destination; `None` if no route's connections are redirected.
+    pub fn refused_redirects(&self) -> Option<u64> {
+        let refused = || self.site.strays.load(Ordering::Relaxed);
+        lock(&self.redirect).as_ref().map(|_| refused())
     }
 
     /// The status of each trunk and of each relay's channel.
@@ -416,7 +417,7 @@ impl Tunnel {
                 error,
             })?);
         }
-        let port = routes.redirect_port();
+        let port = routes.redirect_port;
         let opened = match port {
             Some(port) if !redirect.as_ref().is_some_and(|one| one.is_at(port)) => {
                 Some(self.open_redirect(port)?)

@@ -71,7 +71,8 @@ pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
     pub(super) exits: Vec<Exit>,
     pub(super) relays: Vec<RelayExit>,
-    redirect_port: Option<u16>,
+    /// The port for redirected connections.
+    pub(super) redirect_port: Option<u16>,
 }
 
 /// Why routes are invalid. The configuration is at fault.
@@ -229,27 +230,27 @@ impl Routes {
         Ok(self)
     }
 
-    /// Sets the port on 127.0.0.1 and ::1 to which the packet filter redirects connections
-    /// ([`Listen::Redirected`]); [`DEFAULT_REDIRECT_PORT`] if it is not set.
-    #[must_use]
-    pub fn with_redirect_port(self, port: u16) -> Self {
+    /// Adds entrances with [`Listen::Redirected`], and exits. The packet filter redirects
+    /// connections to `port` on 127.0.0.1 and ::1.
+    ///
+    /// # Errors
+    /// [`BadRoute`], for the first invalid route.
+    pub fn with_redirected(
+        self,
+        entrances: Vec<Entrance>,
+        exits: Vec<Exit>,
+        port: u16,
+    ) -> Result<Self, BadRoute> {
+        let entrances = self.entrances.into_iter().chain(entrances);
+        let exits = self.exits.into_iter().chain(exits);
+        let routes = Self::new(entrances.collect(), exits.collect())?.with_relays(self.relays)?;
         let redirect_port = Some(port);
-        Self {
+        Ok(Self {
             redirect_port,
-            ..self
-        }
-    }
-
-    /// The port for redirected connections; `None` if no route has any.
-    pub(super) fn redirect_port(&self) -> Option<u16> {
-        let is_redirected = |one: &Entrance| matches!(one.listen, Listen::Redirected { .. });
-        let port = self.redirect_port.unwrap_or(DEFAULT_REDIRECT_PORT);
-        self.entrances.iter().any(is_redirected).then_some(port)
+            ..routes
+        })
     }
 }
-
-/// The default of [`Routes::with_redirect_port`].
-pub const DEFAULT_REDIRECT_PORT: u16 = 18301;
 
 /// Whether another entrance is redirected from the same address and one of the same ports.
 fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {

@@ -42,7 +42,7 @@ pub enum Listen {
     Passed(String),
     /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
-    /// The tunnel's redirect port ([`super::Routes::with_redirect_port`]): connections whose client
+    /// The tunnel's redirect port ([`super::Routes::with_redirected`]): connections whose client
     /// connected to one of these ports at this address, before the packet filter redirected it.
     Redirected {
         /// A peer's address.

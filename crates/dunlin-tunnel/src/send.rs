@@ -50,7 +50,7 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
 fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
-    let what = "cannot create an eventfd";
+    let what = "cannot create a socket pair";
     let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
     {
         let mut core = hub.lock();

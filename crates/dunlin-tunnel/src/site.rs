@@ -123,7 +123,7 @@ impl Site {
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
         let configured = lock(&self.routes).clone();
-        let redirect_port = configured.redirect_port();
+        let redirect_port = configured.redirect_port;
         for one in configured.entrances {
             let status = routes.entry(one.route).or_default();
             if let (Listen::Redirected { .. }, Some(port)) = (&one.listen, redirect_port) {

@@ -129,17 +129,18 @@ fn a_connection_that_was_not_redirected_is_refused_and_counted() {
     };
     let port = free_port();
     let to = (Ipv4Addr::LOCALHOST, free_port()).into();
-    let routes = Routes::new(vec![entrance(listen, to)], Vec::new()).unwrap();
-    let (near, events) = near(&authority, &routes.with_redirect_port(port));
-    assert_eq!(near.refused_redirects(), 0);
+    let routes = Routes::default().with_redirected(vec![entrance(listen, to)], Vec::new(), port);
+    let (near, events) = near(&authority, &routes.unwrap());
+    assert_eq!(near.refused_redirects(), Some(0));
     let stray = with_timeout(TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap());
     assert!(!matches!((&stray).read_once(&mut [0]), Ok(1..)));
     let rejected = events.wait("rejection", |one| matches!(one, Event::Rejected { .. }));
     assert_eq!(rejected.fault(), Some(FaultCode::UnknownRoute));
-    assert_eq!(near.refused_redirects(), 1);
+    assert_eq!(near.refused_redirects(), Some(1));
     // A reload without redirected routes closes the port.
     let none = identities(authority.identity(&[NEAR]));
     near.replace(none, &Routes::default()).unwrap();
+    assert_eq!(near.refused_redirects(), None);
     let closed = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap_err();
     assert_eq!(closed.kind(), ErrorKind::ConnectionRefused);
 }

@@ -157,7 +157,7 @@ impl Connect {
     /// Connects one socket, performs the handshake and moves TLS into the kernel. Returns the
     /// socket, and the line that describes it.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, String)> {
-        let cancel = DialCancel::new().context("cannot create an eventfd")?;
+        let cancel = DialCancel::new().context("cannot create a socket pair")?;
         let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;
         let info = connected.info.clone();
         let moved = connected.into_kernel(deadline, &Netlink)?;

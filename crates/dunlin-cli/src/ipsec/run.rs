@@ -256,7 +256,7 @@ impl Up {
         warn(warnings.into_iter().chain(offload_advice()));
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "a keying session")?;
-        let cancel = DialCancel::new().context("cannot create an eventfd")?;
+        let cancel = DialCancel::new().context("cannot create a socket pair")?;
         let (sender, events) = channel::<ServiceEvent>();
         let own = cancel.clone();
         wait_for(sender.clone(), ends, hang_ups, move || own.cancel())?;

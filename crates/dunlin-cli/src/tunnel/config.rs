@@ -35,10 +35,8 @@ pub(crate) struct Config {
     /// Where TLS records are sealed and opened: kernel or process.
     pub(crate) offload: Offload,
     pub(crate) routes: Routes,
-    #[allow(dead_code, reason = "the tunnel will use it")]
     pub(crate) redirects: Vec<Redirect>,
     /// Loopback port of the listener for redirected connections.
-    #[allow(dead_code, reason = "the tunnel will use it")]
     pub(crate) redirect_port: u16,
     /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,

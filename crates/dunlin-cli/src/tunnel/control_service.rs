@@ -17,7 +17,8 @@ use dunlin_tunnel::{
 use serde::{Deserialize, Serialize};
 
 use super::config::table::parse_listen;
-use super::line::{ListenerLine, RouteLine, TunnelLine};
+use super::line::{ListenerLine, RedirectLine, RouteLine, TunnelLine};
+use super::rules::Rules;
 use crate::code::{CANCELLED, FAILED};
 use crate::control::{self, Client, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
@@ -73,18 +74,25 @@ pub(super) struct ControlService {
     name: String,
     control: PathBuf,
     began: Instant,
+    rules: Rules,
     /// Numbers the sockets of listeners without a given address.
     next: AtomicU64,
 }
 
 impl ControlService {
     /// Serves requests at `socket` from now on.
-    pub(super) fn serve(tunnel: &Arc<Tunnel>, name: &str, socket: &Socket) -> Result<Arc<Self>> {
+    pub(super) fn serve(
+        tunnel: &Arc<Tunnel>,
+        name: &str,
+        socket: &Socket,
+        rules: Rules,
+    ) -> Result<Arc<Self>> {
         let service = Arc::new(Self {
             tunnel: Arc::downgrade(tunnel),
             name: name.to_owned(),
             control: socket.path.clone(),
             began: Instant::now(),
+            rules,
             next: AtomicU64::new(1),
         });
         socket.serve(&service)?;
@@ -126,6 +134,10 @@ impl ControlService {
                 .iter()
                 .map(Into::into)
                 .collect(),
+            redirect: tunnel.refused_redirects().map(|refused| RedirectLine {
+                refused,
+                rules: self.rules.read(),
+            }),
             peers: tunnel.status().iter().map(Into::into).collect(),
         })
     }

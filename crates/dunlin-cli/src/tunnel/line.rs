@@ -3,6 +3,7 @@
 use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
+use super::rules::RulesLine;
 use crate::text::clean;
 
 /// A running tunnel.
@@ -19,6 +20,9 @@ pub(crate) struct TunnelLine {
     pub(crate) over_ms: f64,
     pub(crate) routes: Vec<RouteLine>,
     pub(crate) listeners: Vec<ListenerLine>,
+    /// `None` if no connections are redirected.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) redirect: Option<RedirectLine>,
     pub(crate) peers: Vec<PeerLine>,
 }
 
@@ -40,6 +44,14 @@ pub(crate) struct RouteLine {
     pub(crate) written_bytes: u64,
     pub(crate) read_bytes_per_s: f64,
     pub(crate) written_bytes_per_s: f64,
+}
+
+/// The listener for redirected connections.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct RedirectLine {
+    /// Connections that were refused, because no route is redirected from their destination.
+    pub(crate) refused: u64,
+    pub(crate) rules: RulesLine,
 }
 
 /// An on-demand listener.

@@ -9,6 +9,8 @@ mod check;
 mod config;
 mod control_service;
 pub(crate) mod line;
+mod redirected;
+mod rules;
 mod run;
 mod show;
 mod stdio;

@@ -20,6 +20,8 @@ use tracing::{info, warn};
 use super::config::table::Port;
 use super::config::{Config, Ipsec};
 use super::control_service::{ControlService, name_of};
+use super::redirected;
+use super::rules::Rules;
 use crate::code::FAILED;
 use crate::confine::{self, ConfiningService, Needs};
 use crate::control::Socket;
@@ -40,6 +42,9 @@ pub(crate) struct Run {
     /// Run only on these CPUs, such as 0,2-3.
     #[arg(long, value_name = "LIST")]
     cpus: Option<Cpus>,
+    /// With [redirect.NAME]: the directory in which `dunlin redirect watch` writes what it finds.
+    #[arg(long, value_name = "DIR", default_value = "/run/dunlin-redirect")]
+    redirect_state: PathBuf,
     #[command(flatten)]
     control: ControlPath,
     #[command(flatten)]
@@ -87,11 +92,14 @@ impl Run {
             .observer(observer)
             .start()?;
         let tunnel = Arc::new(tunnel);
+        let rules = Rules::in_directory(&self.redirect_state);
+        rules.clone().log_changes(&tunnel)?;
         let service = match &socket {
             Some(socket) => Some(ControlService::serve(
                 &tunnel,
                 &name_of(&self.config)?,
                 socket,
+                rules,
             )?),
             None => None,
         };
@@ -235,7 +243,8 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
 pub(super) fn read(file: &Path) -> Result<(Config, Identities)> {
     let text = std::fs::read_to_string(file)
         .with_context(|| format!("cannot read the configuration {}", file.display()))?;
-    let config = Config::parse(file, &text)?;
+    let mut config = Config::parse(file, &text)?;
+    config.routes = redirected::routes(&config)?;
     let load = |role| {
         let (identity, warnings) = load_identity(&config.identity, role, &config.reading)?;
         Ok::<_, anyhow::Error>((Arc::new(identity), warnings))

@@ -33,6 +33,10 @@ pub(crate) fn show(line: &TunnelLine) {
     for route in &line.routes {
         println!("  {}", clean(&of_route(route, line.over_ms)));
     }
+    if let Some(redirect) = &line.redirect {
+        let refused = count(redirect.refused, "connection");
+        println!("  redirect: {}; {refused} refused", redirect.rules.text());
+    }
     for listener in &line.listeners {
         let closed = if listener.listens {
             ""

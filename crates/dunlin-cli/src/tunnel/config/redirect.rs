@@ -1,9 +1,5 @@
 //! Redirects in the configuration: port ranges of a toolstack at its peers, whose connections the
 //! tunnel carries. `crate::redirect` makes the packet filter's rules from them.
-#![allow(
-    dead_code,
-    reason = "the tunnel's listener for redirected connections will use it"
-)]
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -1,0 +1,116 @@
+//! What `dunlin redirect watch` found about the packet filter's rules. The tunnel may not read the
+//! rules itself, because that needs CAP_NET_ADMIN.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use dunlin_tunnel::Tunnel;
+use serde::{Deserialize, Serialize};
+use tracing::{info, warn};
+
+use crate::service::start;
+use crate::text::clean;
+
+/// How often the tunnel reads the file, like `redirect watch` the rules.
+const INTERVAL: Duration = Duration::from_secs(10);
+/// The age from which the file says nothing about the rules now: three intervals.
+const TOO_OLD_S: u64 = 30;
+
+/// The rules of the redirects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RulesLine {
+    /// `applied`, `different`, `missing`, or `unknown` if the rules are not watched.
+    pub(crate) state: String,
+    /// What differs, or why the state is unknown.
+    pub(crate) difference: Option<String>,
+}
+
+/// The parts of `state.json` that the tunnel needs.
+#[derive(Deserialize)]
+struct State {
+    state: String,
+    difference: Option<String>,
+    checked_unix_s: u64,
+}
+
+/// The directory of `dunlin redirect`.
+#[derive(Clone, Debug)]
+pub(super) struct Rules(PathBuf);
+
+impl Rules {
+    pub(super) fn in_directory(directory: &Path) -> Self {
+        Self(directory.join("state.json"))
+    }
+
+    /// The rules as they were found last.
+    pub(super) fn read(&self) -> RulesLine {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now_s = now.map_or(0, |since| since.as_secs());
+        let text = fs::read_to_string(&self.0);
+        match text.map(|text| serde_json::from_str::<State>(&text)) {
+            Ok(Ok(found)) if now_s.saturating_sub(found.checked_unix_s) <= TOO_OLD_S => RulesLine {
+                state: found.state,
+                difference: found.difference,
+            },
+            Ok(Ok(found)) => unknown(format!(
+                "{} is {} s old: is dunlin-redirect-watch.service running?",
+                self.0.display(),
+                now_s.saturating_sub(found.checked_unix_s)
+            )),
+            Ok(Err(error)) => unknown(format!("cannot parse {}: {error}", self.0.display())),
+            Err(error) => unknown(format!(
+                "cannot read {}: {error}; is dunlin-redirect-watch.service running?",
+                self.0.display()
+            )),
+        }
+    }
+
+    /// Logs each change of the rules' state until the tunnel ends. While the rules are missing or
+    /// different, the toolstack's connections may leave in the clear.
+    pub(super) fn log_changes(self, tunnel: &Arc<Tunnel>) -> io::Result<()> {
+        let tunnel: Weak<Tunnel> = Arc::downgrade(tunnel);
+        start("rules", move || {
+            let mut before = String::from("applied");
+            while let Some(tunnel) = tunnel.upgrade() {
+                let found = self.read();
+                if tunnel.refused_redirects().is_some() && found.state != before {
+                    let text = found.text();
+                    match found.state.as_str() {
+                        "applied" => info!("{text}"),
+                        _ => warn!("{text}"),
+                    }
+                    before = found.state;
+                }
+                drop(tunnel);
+                thread::sleep(INTERVAL);
+            }
+        })
+    }
+}
+
+fn unknown(why: String) -> RulesLine {
+    RulesLine {
+        state: "unknown".to_owned(),
+        difference: Some(why),
+    }
+}
+
+impl RulesLine {
+    /// The state in one line.
+    pub(crate) fn text(&self) -> String {
+        let why = self.difference.as_deref().unwrap_or_default();
+        match self.state.as_str() {
+            "applied" => "the redirect's rules are in force".to_owned(),
+            "unknown" => format!("the redirect's rules are not watched: {}", clean(why)),
+            state => format!(
+                "the redirect's rules are {} (at fault: this host): {}; run `dunlin redirect apply`",
+                clean(state),
+                clean(why)
+            ),
+        }
+    }
+}
