@@ -29,13 +29,14 @@ pub fn original_destination(socket: impl AsFd) -> io::Result<SocketAddr> {
     parse(&address, length).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Parses a `struct sockaddr_in` (16 bytes) or a `struct sockaddr_in6` (28 bytes).
+/// Parses a `struct sockaddr_in` (16 bytes) or a `struct sockaddr_in6` (28 bytes). For IPv4 the kernel
+/// writes 16 bytes, and leaves the length at that of the buffer.
 fn parse(address: &[u8; ADDRESS_BYTES], length: usize) -> Option<SocketAddr> {
     let (family, rest) = address.split_first_chunk::<2>()?;
     let (port, rest) = rest.split_first_chunk::<2>()?;
     let port = u16::from_be_bytes(*port);
     match (libc::c_int::from(u16::from_ne_bytes(*family)), length) {
-        (libc::AF_INET, 16) => {
+        (libc::AF_INET, 16..) => {
             let ip = rest.first_chunk::<4>()?;
             Some((Ipv4Addr::from(*ip), port).into())
         }
@@ -59,8 +60,10 @@ mod tests {
         let mut raw = [0; ADDRESS_BYTES];
         raw[..2].copy_from_slice(&(libc::AF_INET as u16).to_ne_bytes());
         raw[2..8].copy_from_slice(&[0xc0, 0x00, 10, 77, 0, 2]);
-        assert_eq!(parse(&raw, 16), "10.77.0.2:49152".parse().ok());
-        assert_eq!(parse(&raw, ADDRESS_BYTES), None);
+        for length in [16, ADDRESS_BYTES] {
+            assert_eq!(parse(&raw, length), "10.77.0.2:49152".parse().ok());
+        }
+        assert_eq!(parse(&raw, 15), None);
         let ip: Ipv6Addr = "fd77::2".parse().unwrap();
         raw[..2].copy_from_slice(&(libc::AF_INET6 as u16).to_ne_bytes());
         raw[4..8].fill(0xff);
