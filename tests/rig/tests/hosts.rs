@@ -360,6 +360,7 @@ fn a_count_finds_payload_by_port_and_by_content() {
             let traffic = wire.stop().unwrap();
             assert_eq!(traffic.bytes, [(HIGH, 1012)].into(), "{traffic:?}");
             assert_eq!(traffic.found, [(HIGH, 1)].into(), "{traffic:?}");
+            assert_eq!(traffic.tried, [(HIGH, 1)].into(), "{traffic:?}");
             assert_eq!(traffic.others, 0, "{traffic:?}");
         }
     }

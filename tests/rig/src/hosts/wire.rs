@@ -33,6 +33,8 @@ pub struct Traffic {
     /// Bytes of TCP payload by the listener's port. A resent byte counts again. If a connection is
     /// older than the count, its lower port is treated as the listener's.
     pub bytes: BTreeMap<u16, u64>,
+    /// Connections that were tried, by their destination port.
+    pub tried: BTreeMap<u16, u64>,
     /// How often one of the words was found in the payload, by the same port.
     pub found: BTreeMap<u16, u64>,
     /// Packets that are neither TCP nor the resolution of an address.
@@ -154,6 +156,7 @@ impl Tally {
         if is_syn {
             self.opened.remove(&[destination, source]);
             self.opened.insert(connection);
+            *self.traffic.tried.entry(destination.1).or_default() += 1;
         }
         if payload.is_empty() {
             return;

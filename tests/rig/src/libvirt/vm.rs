@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::{LibvirtError, Pair, Side, TIMEOUT, at};
 use crate::guest::{Content, Line, Workload, bare_image};
+use dunlin_test_base::pattern;
 
 /// A virtual machine. Its files are in `/srv` of both hosts.
 #[derive(Clone, Debug)]
@@ -16,8 +17,8 @@ pub struct Vm {
     pub name: String,
     /// What its guest does.
     pub workload: Workload,
-    /// The size of its disk in bytes; `None` for no disk.
-    pub disk: Option<u64>,
+    /// The size of its disk in bytes; `None` for no disk. The guest does not use the disk.
+    pub disk: Option<usize>,
 }
 
 impl Vm {
@@ -41,10 +42,22 @@ impl Vm {
         }
     }
 
-    /// Words that are in the guest's memory and, by chance, nowhere else.
+    /// The content of its disk.
+    #[must_use]
+    pub fn disk_content(&self) -> Vec<u8> {
+        pattern(self.disk.unwrap_or(0), self.workload.seed)
+    }
+
+    /// Words that are in the guest's memory or on its disk and, but for chance, nowhere else: one
+    /// of each page and of each block of 4 KiB.
     #[must_use]
     pub fn words(&self) -> HashSet<u64> {
-        self.workload.words()
+        let mut words = self.workload.words();
+        for block in self.disk_content().chunks_exact(4096) {
+            let word = block.first_chunk().copied().map(u64::from_le_bytes);
+            words.extend(word);
+        }
+        words
     }
 
     fn file(&self, kind: &str) -> String {
@@ -89,17 +102,18 @@ impl Pair {
         } else {
             "qemu"
         };
-        for daemon in [&self.a, &self.b] {
+        for at_side in [side, side.other()] {
+            let daemon = self.on(at_side);
             let write = |kind, content: &[u8]| {
                 let path = daemon.path(&vm.file(kind));
                 fs::write(&path, content).map_err(at(&path))
             };
             write("elf", &bare_image(&vm.workload))?;
             write("xml", vm.xml(accelerator).as_bytes())?;
-            if let Some(bytes) = vm.disk {
-                let path = daemon.path(&vm.file("disk"));
-                let file = fs::File::create(&path).map_err(at(&path))?;
-                file.set_len(bytes).map_err(at(&path))?;
+            match vm.disk {
+                Some(_) if at_side == side => write("disk", &vm.disk_content())?,
+                Some(bytes) => write("disk", &vec![0; bytes])?,
+                None => {}
             }
         }
         self.must(side, &format!("define {}", vm.file("xml")))?;
@@ -159,6 +173,15 @@ impl Pair {
             "has checked too few pages".to_owned(),
             said,
         ))
+    }
+
+    /// The content of a machine's disk on a host.
+    ///
+    /// # Errors
+    /// The machine has no disk.
+    pub fn disk(&self, side: Side, vm: &Vm) -> Result<Vec<u8>, LibvirtError> {
+        let path = self.on(side).path(&vm.file("disk"));
+        fs::read(&path).map_err(at(&path))
     }
 
     /// What the guest has printed on a host.
