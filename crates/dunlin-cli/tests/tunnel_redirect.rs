@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
-use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, with_timeout};
+use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted, with_timeout};
 use support::{Hosts, finish, words};
 use tunnel::{Tunnel, control};
 
@@ -100,4 +100,141 @@ impl Scene {
         let packets = counters.filter_map(|one| one["counter"]["packets"].as_u64());
         packets.sum()
     }
+}
+
+/// Replaces the rules of a host.
+fn nft(host: &Host, rules: &str) {
+    let mut nft = host
+        .command("nft")
+        .args(["-f", "-"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    nft.stdin
+        .take()
+        .unwrap()
+        .write_all(rules.as_bytes())
+        .unwrap();
+    assert!(nft.wait().unwrap().success(), "{rules}");
+}
+
+/// Redirects the host's connections to `hosts`, and counts packets from the wire.
+fn apply(link: &Link, host: &Host, hosts: [&Host; 2]) {
+    let list = |family| {
+        let addresses = hosts.map(|host| link.address(host, family).to_string());
+        addresses.join(", ")
+    };
+    let (v4, v6) = (list(Family::V4), list(Family::V6));
+    nft(
+        host,
+        &format!(
+            "table inet test {{
+             counter clear {{ }}
+             chain nat {{ type nat hook output priority -100; fib daddr type local return;
+               ip daddr {{ {v4} }} tcp dport {PORTS} redirect to :{REDIRECT_PORT}
+               ip6 daddr {{ {v6} }} tcp dport {PORTS} redirect to :{REDIRECT_PORT}
+             }}
+             chain in {{ type filter hook input priority 0; iif lo accept;
+               tcp dport {PORTS} counter name clear
+             }}
+             }}
+"
+        ),
+    );
+}
+
+#[test]
+fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() {
+    let Some(scene) = Scene::new() else { return };
+    for (family, at) in [
+        (Family::V4, IpAddr::from(Ipv4Addr::LOCALHOST)),
+        // The first of the addresses at which a target may listen is 127.0.0.1.
+        (Family::V6, Ipv6Addr::LOCALHOST.into()),
+    ] {
+        let listener = scene.listen(at);
+        let mut client = with_timeout(scene.connect(family, PORT).unwrap());
+        let mut server = accepted(&listener);
+        let from = server.peer_addr().unwrap();
+        assert!(from.ip().is_loopback(), "{from}");
+        client.write_all(b"to B").unwrap();
+        server.write_all(b"to A").unwrap();
+        let (mut there, mut here) = ([0; 4], [0; 4]);
+        server.read_exact(&mut there).unwrap();
+        client.read_exact(&mut here).unwrap();
+        assert_eq!((&there, &here), (b"to B", b"to A"));
+    }
+    // The other direction, by the same configuration.
+    let listener = scene
+        .a
+        .run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, PORT)));
+    let to = SocketAddr::new(scene.link.address(&scene.a, Family::V4), PORT);
+    let client = scene.b.run(|| TcpStream::connect_timeout(&to, TIMEOUT));
+    let mut client = with_timeout(client.unwrap().unwrap());
+    let mut server = accepted(&listener.unwrap().unwrap());
+    server.write_all(b"back").unwrap();
+    let mut back = [0; 4];
+    client.read_exact(&mut back).unwrap();
+    assert_eq!(scene.in_the_clear(), 0);
+}
+
+/// QEMU with its own TLS relies on the order of its connections.
+#[test]
+fn connections_to_one_peer_arrive_in_their_order() {
+    let Some(scene) = Scene::new() else { return };
+    let listener = scene.listen(Ipv4Addr::LOCALHOST.into());
+    let mut clients = Vec::new();
+    for number in 0..16_u8 {
+        let mut client = with_timeout(scene.connect(Family::V4, PORT).unwrap());
+        client.write_all(&[number]).unwrap();
+        clients.push(client);
+    }
+    for expected in 0..16 {
+        let mut server = accepted(&listener);
+        let mut number = [0];
+        server.read_exact(&mut number).unwrap();
+        assert_eq!(number, [expected]);
+    }
+}
+
+#[test]
+fn a_connection_that_was_not_redirected_is_refused_and_shown_by_status() {
+    let Some(scene) = Scene::new() else { return };
+    let at = SocketAddr::from((Ipv4Addr::LOCALHOST, REDIRECT_PORT));
+    let stray = scene
+        .a
+        .run(|| TcpStream::connect_timeout(&at, TIMEOUT))
+        .unwrap();
+    assert!(!matches!(
+        with_timeout(stray.unwrap()).read_once(&mut [0]),
+        Ok(1..)
+    ));
+    scene.near.wait_for("unknown-route");
+    let mut status = words("status --json --control");
+    status.arg(control(&scene.files).join("a"));
+    let status = finish(scene.a.enter(&status)).expect(0).lines();
+    let tunnel = status.iter().find(|one| one["event"] == "tunnel").unwrap();
+    assert_eq!(tunnel["redirect"]["refused"], 1, "{tunnel}");
+    assert_eq!(tunnel["redirect"]["rules"]["state"], "unknown", "{tunnel}");
+}
+
+/// While the tunnel is stopped, the rules stay, and nothing leaves the host in the clear.
+#[test]
+fn a_stopped_tunnel_refuses_and_leaks_nothing() {
+    let Some(mut scene) = Scene::new() else {
+        return;
+    };
+    let _listener = scene.listen(scene.link.address(&scene.b, Family::V4));
+    scene.near.signal("KILL");
+    scene.near.child.wait().unwrap();
+    let refused = scene.connect(Family::V4, PORT).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+    // With the other tunnel dead, a connection is accepted here and then reset.
+    let scene = Scene::new().unwrap();
+    scene.far.signal("KILL");
+    let began = std::time::Instant::now();
+    let mut client = with_timeout(scene.connect(Family::V4, PORT).unwrap());
+    assert!(!matches!(client.read_once(&mut [0]), Ok(1..)));
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    assert_eq!(scene.in_the_clear(), 0);
 }
