@@ -214,8 +214,8 @@ impl Accepting {
     /// The files cannot be loaded. The previous identity stays in use.
     pub(crate) fn reload(&self) -> Result<(String, Vec<String>)> {
         let (tls, identity, warnings) = accept_with(&self.common)?;
-        self.tls.replace(&tls);
         let until = identity.summary()?.not_after;
+        self.tls.replace(&tls);
         *lock(&self.loaded) = (identity, warnings.clone());
         Ok((until, warnings))
     }

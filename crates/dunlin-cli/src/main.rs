@@ -14,6 +14,7 @@ mod fault;
 mod handoff;
 mod identity;
 mod ipsec;
+mod libvirt;
 mod line;
 mod log;
 mod options;
@@ -74,6 +75,9 @@ enum Command {
     /// Protect other programs' connections with IPsec, with one SA per CPU or connection.
     #[command(subcommand)]
     Ipsec(ipsec::Command),
+    /// Let libvirt's migrations go through a tunnel, with nothing on its command lines.
+    #[command(subcommand)]
+    Libvirt(libvirt::Command),
     /// A small certificate authority for trials.
     #[command(subcommand)]
     Pki(pki::Command),
@@ -127,6 +131,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Tunnel(command) => tunnel::run(&command),
         Command::Handoff(command) => handoff::run(&command),
         Command::Ipsec(command) => ipsec::run(&command),
+        Command::Libvirt(command) => libvirt::run(&command),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     }
 }

@@ -1,0 +1,89 @@
+//! `dunlin libvirt disable`.
+
+use std::fs;
+use std::io::ErrorKind;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use super::enable::{SYSCTL, record, write_file};
+use super::record::Record;
+use super::{ConfigPath, UNITS, block, dunlin, has_systemd, reserved, systemctl};
+use crate::code::DONE;
+use crate::state::StatePath;
+
+#[derive(Debug, Args)]
+pub(crate) struct Disable {
+    /// Cut the redirected connections that are under way.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    config: ConfigPath,
+    #[command(flatten)]
+    state: StatePath,
+}
+
+impl Disable {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let config = &self.config.config;
+        let text = match fs::read_to_string(config) {
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            other => other.with_context(|| format!("cannot read {}", config.display()))?,
+        };
+        let rest = block::remove(&text)?;
+        let mut remove = vec!["redirect", "remove"];
+        if self.force {
+            remove.push("--force");
+        }
+        if !dunlin(&remove, None)?.status.success() {
+            bail!("the rules stay in force, and nothing was changed; the reason is above");
+        }
+        println!("rules      removed: migrations are in the clear from now on");
+        let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
+        if has_systemd() {
+            // The rules' units first; the tunnel only if nothing else uses it.
+            let [rules, watch, tunnel] = UNITS;
+            let mut words = vec!["disable", "--now", rules, watch];
+            if is_empty {
+                words.push(tunnel);
+            }
+            if !systemctl(&words)? {
+                bail!("the units cannot be disabled: disable them with systemctl");
+            }
+        }
+        if block::is_in(&text) {
+            match is_empty {
+                true => fs::remove_file(config)
+                    .with_context(|| format!("cannot remove {}", config.display()))?,
+                false => write_file(config, &rest)?,
+            }
+            println!("restored   {}", config.display());
+        }
+        if has_systemd() && !is_empty {
+            systemctl(&["try-reload-or-restart", UNITS[2]])?;
+        }
+        self.release()?;
+        Ok(DONE)
+    }
+
+    /// Gives the reserved ports back.
+    fn release(&self) -> Result<()> {
+        let file = record(&self.state)?;
+        if let Some(record) = Record::read(&file)? {
+            let ports = record.ports.parse().context("the record's ports")?;
+            let live = reserved::live()?;
+            let setting = reserved::without(&live, ports, &record.reserved_before);
+            if setting != live {
+                reserved::set_live(&setting)?;
+            }
+            println!("reserved   ip_local_reserved_ports = {setting}");
+            fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
+        }
+        match fs::remove_file(SYSCTL) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("cannot remove {SYSCTL}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! `dunlin libvirt enable`.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use dunlin_ipsec::PortRange;
+use serde_json::Value;
+
+use super::host::{self, NamedPeer};
+use super::qemu_conf::QemuConf;
+use super::record::Record;
+use super::{ConfigPath, NAME, UNITS, block, dunlin, has_systemd, reserved, systemctl};
+use crate::code::DONE;
+use crate::state::StatePath;
+use crate::text::clean;
+
+#[derive(Debug, Args)]
+pub(crate) struct Enable {
+    /// Another host, by the name or address to which this host's toolstack migrates; its
+    /// certificate must contain it, or the NAME; repeatable.
+    #[arg(long = "peer", value_name = "HOST[=NAME]", required = true)]
+    peers: Vec<String>,
+    /// Directory with this host's certificates [default: /etc/dunlin, /etc/pki/qemu or /etc/pki,
+    /// the first that is complete].
+    #[arg(long, value_name = "DIR")]
+    identity: Option<PathBuf>,
+    /// The toolstack's ports, the same on all hosts [default: those of qemu.conf; Proxmox uses
+    /// 60000-60050].
+    #[arg(long, value_name = "A-B")]
+    ports: Option<PortRange>,
+    /// The users that connect to the peers [default: root, and QEMU's user].
+    #[arg(long, value_name = "USER,…", value_delimiter = ',')]
+    users: Vec<String>,
+    /// Where peers connect to this host's tunnel, if the configuration is created.
+    #[arg(long, value_name = "ADDR", default_value = "[::]:18300")]
+    listen: String,
+    /// libvirt's configuration of QEMU.
+    #[arg(long, value_name = "FILE", default_value = "/etc/libvirt/qemu.conf")]
+    qemu_conf: PathBuf,
+    /// Show what would be done, and change nothing.
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    config: ConfigPath,
+    #[command(flatten)]
+    state: StatePath,
+}
+
+/// What is to be done.
+struct Plan {
+    identity: PathBuf,
+    names: String,
+    valid_until: String,
+    ports: PortRange,
+    peers: Vec<NamedPeer>,
+    users: Vec<String>,
+    local: Vec<IpAddr>,
+}
+
+impl Enable {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let plan = self.plan()?;
+        plan.show();
+        if self.dry_run {
+            println!("\n{}", plan.block());
+            println!("nothing was changed (--dry-run)");
+            return Ok(DONE);
+        }
+        let config = &self.config.config;
+        let before = before(config)?;
+        self.write(&before, &plan)?;
+        let tried = self.try_path();
+        if !matches!(tried, Ok(Tried::Works | Tried::Silent)) {
+            restore(config, before.as_deref())?;
+            tried?;
+            bail!(
+                "the path to a peer does not work, and the configuration is as before; the reason \
+                 is above"
+            );
+        }
+        self.reserve(&plan)?;
+        if !dunlin(&["redirect", "apply"], Some(config))?
+            .status
+            .success()
+        {
+            restore(config, before.as_deref())?;
+            bail!(
+                "the rules cannot be applied, and the configuration is as before; the reason is \
+                 above"
+            );
+        }
+        println!("rules      in force: other users, other hosts and IPv6 reach none of the ports");
+        start()?;
+        if matches!(tried, Ok(Tried::Silent)) {
+            println!(
+                "\nA peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
+                 host as --peer. Until then migrations to it fail, and the VMs stay. If it was \
+                 done there, a firewall blocks the port of its tunnel: `dunlin tunnel check \
+                 --connect` tries again."
+            );
+        }
+        let host = plan.peers.first().map_or("HOST", |one| one.host.as_str());
+        println!("\nNow as ever: virsh migrate --live VM qemu+ssh://{host}/system");
+        Ok(DONE)
+    }
+
+    fn plan(&self) -> Result<Plan> {
+        let conf = QemuConf::read(&self.qemu_conf)?;
+        let (identity, summary) = host::identity(self.identity.as_deref())?;
+        let names: Vec<_> = summary.names.iter().map(ToString::to_string).collect();
+        let ports = self.ports.unwrap_or(conf.ports);
+        host::check_listeners(ports)?;
+        let peers = self.peers.iter().map(|text| host::peer(text));
+        let peers = peers.collect::<Result<Vec<_>>>()?;
+        let users = match self.users.is_empty() {
+            true => host::users(conf.user.as_deref()),
+            false => self.users.clone(),
+        };
+        let local = match conf.address {
+            Some(address) => vec![address],
+            None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+        };
+        if let Some(host) = &conf.host {
+            println!(
+                "note       sources connect to {}, which migration_host names; it must be an \
+                 address of this host in the peers' configurations",
+                clean(host)
+            );
+        }
+        Ok(Plan {
+            identity,
+            names: names.join(", "),
+            valid_until: summary.not_after,
+            ports,
+            peers,
+            users,
+            local,
+        })
+    }
+
+    /// Reserves the ports now and after a boot, and records what was reserved before.
+    fn reserve(&self, plan: &Plan) -> Result<()> {
+        let file = record(&self.state)?;
+        let live = reserved::live()?;
+        let merged = reserved::with(&live, plan.ports);
+        if Record::read(&file)?.is_none() {
+            let record = Record {
+                ports: plan.ports.to_string(),
+                reserved_before: live.clone(),
+            };
+            record.write(&file)?;
+        }
+        if live != merged {
+            reserved::set_live(&merged)?;
+        }
+        let text = format!(
+            "# Written by `dunlin libvirt enable`.\nnet.ipv4.ip_local_reserved_ports = {merged}\n"
+        );
+        fs::write(SYSCTL, text).with_context(|| format!("cannot write {SYSCTL}"))?;
+        println!("reserved   ip_local_reserved_ports = {merged}");
+        Ok(())
+    }
+
+    /// Writes the configuration.
+    fn write(&self, before: &Option<String>, plan: &Plan) -> Result<()> {
+        let config = &self.config.config;
+        let created = || block::created(&plan.identity.display().to_string(), &self.listen);
+        let text = before.clone().unwrap_or_else(created);
+        let text = block::insert(&text, &plan.block())?;
+        let rest = block::remove(&text)?;
+        ensure!(
+            !rest.contains(&format!("[redirect.{NAME}]")),
+            "{} has a [redirect.{NAME}] that this command has not written: rename it",
+            config.display()
+        );
+        write_file(config, &text)?;
+        let checked = dunlin(&["tunnel", "check"], Some(config))?;
+        if !checked.status.success() {
+            restore(config, before.as_deref())?;
+            bail!("the configuration would be invalid, and is as before; the reason is above");
+        }
+        println!("written    {}", config.display());
+        Ok(())
+    }
+
+    /// Sends bytes to each peer and back.
+    fn try_path(&self) -> Result<Tried> {
+        let words = ["tunnel", "check", "--connect", "--json"];
+        let tried = dunlin(&words, Some(&self.config.config))?;
+        let mut path = Tried::Works;
+        for line in String::from_utf8_lossy(&tried.stdout).lines() {
+            let line: Value = serde_json::from_str(line).context("a line of `tunnel check`")?;
+            let works = line["event"] == "checked";
+            if works || line["event"] == "failed" {
+                println!("tried      {}", clean(&text_of(&line)));
+            }
+            match (works, path) {
+                (true, _) => {}
+                (false, Tried::Works | Tried::Silent) if line["fault"] == UNREACHABLE => {
+                    path = Tried::Silent;
+                }
+                (false, _) if line["event"] == "failed" => path = Tried::Fails,
+                (false, _) => {}
+            }
+        }
+        Ok(path)
+    }
+}
+
+/// The result of the test of the peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tried {
+    /// Bytes went to all peers and back.
+    Works,
+    /// A peer does not answer, and all that answer work.
+    Silent,
+    /// A peer answers and refuses, or is another than expected.
+    Fails,
+}
+
+/// The fault of a peer that does not answer.
+const UNREACHABLE: &str = "control-lost";
+/// The reserved ports after a boot.
+pub(super) const SYSCTL: &str = "/etc/sysctl.d/60-dunlin-libvirt.conf";
+
+/// What a line of `tunnel check` says.
+fn text_of(line: &Value) -> String {
+    match (line["text"].as_str(), line["to"].as_str()) {
+        (Some(text), _) => text.to_owned(),
+        (None, Some(to)) => format!(
+            "{:.0} MiB to {to} and back: {:.2} GiB/s",
+            line["bytes"].as_f64().unwrap_or_default() / (1_u64 << 20) as f64,
+            line["gib_per_s"].as_f64().unwrap_or_default()
+        ),
+        (None, None) => String::new(),
+    }
+}
+
+impl Plan {
+    fn show(&self) {
+        let identity = self.identity.display();
+        println!(
+            "identity   {identity} ({}, to {})",
+            clean(&self.names),
+            self.valid_until
+        );
+        println!("ports      {}", self.ports);
+        println!("users      {}", self.users.join(", "));
+        for peer in &self.peers {
+            let addresses: Vec<_> = peer.addresses.iter().map(ToString::to_string).collect();
+            println!(
+                "peer       {} = {}",
+                clean(&peer.identity),
+                addresses.join(", ")
+            );
+        }
+    }
+
+    /// The redirect's table.
+    fn block(&self) -> String {
+        let quoted = |words: Vec<String>| {
+            let words: Vec<_> = words.iter().map(|word| format!("{word:?}")).collect();
+            words.join(", ")
+        };
+        let peers = self.peers.iter().flat_map(|peer| {
+            let of = |address: &IpAddr| format!("\"{address}\" = {:?}", peer.identity);
+            peer.addresses.iter().map(of)
+        });
+        let local = self.local.iter().map(ToString::to_string).collect();
+        format!(
+            "[redirect.{NAME}]\nports = \"{}\"\npeers = {{ {} }}\nusers = [{}]\nlocal = [{}]\n",
+            self.ports,
+            peers.collect::<Vec<_>>().join(", "),
+            quoted(self.users.clone()),
+            quoted(local),
+        )
+    }
+}
+
+/// The file of the record.
+pub(super) fn record(state: &StatePath) -> Result<PathBuf> {
+    Ok(state.directory()?.join("libvirt.json"))
+}
+
+/// The text of a configuration; `None` if the file does not exist.
+fn before(config: &Path) -> Result<Option<String>> {
+    match fs::read_to_string(config) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        other => other
+            .map(Some)
+            .with_context(|| format!("cannot read {}", config.display())),
+    }
+}
+
+/// Replaces the configuration in one step.
+pub(super) fn write_file(config: &Path, text: &str) -> Result<()> {
+    let what = || format!("cannot write {}", config.display());
+    if let Some(directory) = config.parent() {
+        fs::create_dir_all(directory).with_context(what)?;
+    }
+    let fresh = config.with_extension("new");
+    fs::write(&fresh, text)
+        .and_then(|()| fs::rename(&fresh, config))
+        .with_context(what)
+}
+
+fn restore(config: &Path, before: Option<&str>) -> Result<()> {
+    match before {
+        Some(text) => write_file(config, text),
+        None => {
+            fs::remove_file(config).with_context(|| format!("cannot remove {}", config.display()))
+        }
+    }
+}
+
+/// Enables and starts the units, and lets a running tunnel read the configuration.
+fn start() -> Result<()> {
+    if !has_systemd() {
+        println!(
+            "units      systemd does not run here: start `dunlin redirect watch` and `dunlin \
+             tunnel run`, each with --config, and apply the rules after each boot with `dunlin \
+             redirect apply`"
+        );
+        return Ok(());
+    }
+    let mut words = vec!["enable", "--now"];
+    words.extend(UNITS);
+    ensure!(
+        systemctl(&words)? && systemctl(&["reload-or-restart", "dunlin-tunnel.service"])?,
+        "the units cannot be started: see `journalctl -u dunlin-tunnel`; the rules are in force, \
+         so migrations fail until the tunnel runs"
+    );
+    println!("units      {} are enabled and run", UNITS.join(", "));
+    Ok(())
+}

@@ -1,0 +1,37 @@
+//! What `disable` has to restore.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+/// Written by `enable`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    /// The toolstack's ports, `A-B`.
+    pub(super) ports: String,
+    /// `net.ipv4.ip_local_reserved_ports` before the first `enable`.
+    pub(super) reserved_before: String,
+}
+
+impl Record {
+    /// Reads the record; `None` if there is none.
+    pub(super) fn read(path: &Path) -> Result<Option<Self>> {
+        let text = match fs::read_to_string(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            other => other.with_context(|| format!("cannot read {}", path.display()))?,
+        };
+        let parsed = serde_json::from_str(&text);
+        parsed.with_context(|| format!("{} is damaged: delete it", path.display()))
+    }
+
+    pub(super) fn write(&self, path: &Path) -> Result<()> {
+        let what = || format!("cannot write {}", path.display());
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory).with_context(what)?;
+        }
+        fs::write(path, serde_json::to_string(self)?).with_context(what)
+    }
+}
