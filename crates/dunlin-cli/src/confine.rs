@@ -32,6 +32,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
+use dunlin_linux::local::FileAccess;
 use dunlin_linux::privileges::{self, Capability};
 
 pub(crate) use self::needs::Needs;
@@ -65,6 +66,26 @@ pub(crate) const LANE_PORTS: &str = "24576-28671";
 
 /// Set when this process has dropped CAP_NET_ADMIN.
 static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
+
+/// The owners and groups to which this confined tunnel may give its sockets.
+static OWNERS: OnceLock<Vec<FileAccess>> = OnceLock::new();
+
+/// Checks that a tunnel may give a socket to this owner and group, so that the error is more
+/// informative than the kernel's.
+///
+/// # Errors
+/// The tunnel is confined, and its configuration did not have this owner and group at its start.
+pub(crate) fn allows_owner(access: &FileAccess) -> Result<()> {
+    let is_same = |one: &FileAccess| (one.owner, one.group) == (access.owner, access.group);
+    match OWNERS.get() {
+        Some(allowed) if access.changes_owner() && !allowed.iter().any(is_same) => bail!(
+            "this tunnel is confined, and gives sockets only to the owners and groups that its \
+             configuration had when it started (at fault: configuration): set socket_owner and \
+             socket_group of a route to the same values, and restart the tunnel"
+        ),
+        _ => Ok(()),
+    }
+}
 
 /// Checks that lanes over IPsec are still possible, so that the error is more informative than
 /// the kernel's EPERM.
@@ -141,9 +162,10 @@ pub(crate) struct ConfiningService {
 
 impl ConfiningService {
     /// Like [`Confining::apply`], for a tunnel. `control` is the directory of the control socket,
-    /// and `sockets` are the directories of the other sockets that the process removes. `against`
-    /// is a reason not to confine the tunnel, and its remedy. For example, the programs of routes
-    /// with `exec` would be confined too.
+    /// and `sockets` are the directories of the other sockets that the process removes. It may give
+    /// its sockets to the owners and groups in `owners`. `against` is a reason not to confine the
+    /// tunnel, and its remedy. For example, the programs of routes with `exec` would be confined
+    /// too.
     ///
     /// # Errors
     /// A part failed although `--confine yes` was given; the error names the part. Other parts may
@@ -153,6 +175,7 @@ impl ConfiningService {
         against: Option<(&str, &str)>,
         control: Option<&Path>,
         sockets: &[PathBuf],
+        owners: &[FileAccess],
     ) -> Result<Line> {
         if let Some((text, to_do)) = against.filter(|_| self.confine != Whether::No) {
             if self.confine == Whether::Yes {
@@ -166,11 +189,25 @@ impl ConfiningService {
             return Ok(applied.line());
         }
         // A route may need these capabilities.
-        let kept = [Capability::OthersFiles, Capability::LowPorts];
-        let left = "no privileges except for others' sockets and low ports";
-        self.apply((&kept, left), calls::Work::Channels, || {
+        let mut kept = vec![Capability::OthersFiles, Capability::LowPorts];
+        let mut left = "no privileges except for others' sockets and low ports";
+        let mut owners = owners.to_vec();
+        owners.retain(FileAccess::changes_owner);
+        if !owners.is_empty() {
+            kept.push(Capability::Owners);
+            left = "no privileges except for others' sockets, their owners and low ports";
+        }
+        let work = calls::Work::Channels {
+            owners: owners.clone(),
+        };
+        let line = self.apply((&kept, left), work, || {
             files::Rules::changing_none(control, sockets)
-        })
+        })?;
+        if is_confined(&line) {
+            // Cannot fail, because a process is confined only once.
+            let _ = OWNERS.set(owners);
+        }
+        Ok(line)
     }
 
     /// Like [`Confining::apply`], for `handoff accept`.

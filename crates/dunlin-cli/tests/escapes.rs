@@ -18,6 +18,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::own_user;
 use dunlin_test_base::Scratch;
 use dunlin_test_base::sockets::TIMEOUT;
 use libc::{c_long, user_regs_struct};
@@ -323,6 +324,41 @@ fn an_attacker_in_a_tunnel() {
     assert!(captive.call(libc::SYS_unlink, [own]).is_ok());
     drop(captive);
     tunnel::exchange(near, far);
+}
+
+/// Claim H11 of docs/security.
+#[test]
+fn an_attacker_in_a_tunnel_that_sets_the_owner_of_its_sockets() {
+    let foreign = foreign();
+    let hosts = Hosts::new();
+    let own = own_user();
+    let config = tunnel::near_config(&hosts, "127.0.0.1:9", "ram", "in")
+        + &format!("socket_owner = \"{own}\"\n");
+    let tunnel = tunnel::Tunnel::start(&hosts, "near", &config);
+    let captive = Captive::of(tunnel.child.id());
+    assert_imprisoned(&captive, &foreign);
+    let flags = libc::O_PATH | libc::O_NOFOLLOW;
+    let file = captive.open(&foreign.join("read"), flags).unwrap();
+    let empty = captive.put(b"\0");
+    let change = |owner: u32, group: u32, flags: i32| {
+        let flags = u64::from(flags.cast_unsigned());
+        let arguments = [file, empty, owner.into(), group.into(), flags];
+        captive.call(libc::SYS_fchownat, arguments)
+    };
+    let by_descriptor = libc::AT_EMPTY_PATH;
+    // The configured owner is permitted, for any file.
+    assert!(change(own, u32::MAX, by_descriptor).is_ok());
+    for (owner, group, flags) in [
+        (own + 1, u32::MAX, by_descriptor),
+        (u32::MAX, own, by_descriptor),
+        (own, own, by_descriptor),
+        (own, u32::MAX, 0),
+    ] {
+        assert_eq!(change(owner, group, flags), Err(Errno::ENOSYS));
+    }
+    let spaces = libc::CLONE_NEWUSER | libc::CLONE_FS;
+    let left = captive.call(libc::SYS_unshare, [u64::from(spaces.cast_unsigned())]);
+    assert_eq!(left, Err(Errno::ENOSYS));
 }
 
 /// Claim H11 of docs/security.

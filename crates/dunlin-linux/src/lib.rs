@@ -1,5 +1,6 @@
 //! Safe wrappers of the Linux interfaces that Dunlin uses, one module for each. Wrappers of KVM,
 //! of netlink and of interfaces that only tests use are in other crates.
+pub mod accounts;
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
@@ -10,6 +11,7 @@ pub mod fdpass;
 pub mod interrupted;
 pub mod ktls;
 pub mod libraries;
+pub mod local;
 pub mod mapping;
 pub mod memory;
 pub mod occupancy;

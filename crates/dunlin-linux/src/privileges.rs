@@ -16,6 +16,8 @@ use rustix::thread::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Capability {
+    /// `CAP_CHOWN`: changing the owners and groups of files.
+    Owners = 0,
     /// `CAP_DAC_OVERRIDE`: access to files and local sockets of other users.
     OthersFiles = 1,
     /// `CAP_NET_BIND_SERVICE`: listening on ports below 1024.

@@ -4,6 +4,7 @@ use dunlin_lane::sync::lock;
 use std::io;
 use std::sync::{Arc, Mutex};
 
+use dunlin_linux::local::FileAccess;
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::Accepted;
 
@@ -34,10 +35,11 @@ impl EntranceListener {
     pub(super) fn open(
         carriers: &Carriers,
         entrance: Entrance,
+        access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<Self> {
         let mut listens_on = entrance.listen.clone();
-        let (listener, file) = Listener::open(&mut listens_on, passed)?;
+        let (listener, file) = Listener::open(&mut listens_on, access, passed)?;
         let number = next_number();
         let entrance = Arc::new(Mutex::new(entrance));
         let (carriers, own) = (carriers.clone(), Arc::clone(&entrance));

@@ -94,6 +94,7 @@ use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
+pub use dunlin_linux::local::FileAccess;
 pub use error::TunnelError;
 pub use event::{ChannelId, Event};
 pub use failure::Failure;
@@ -312,7 +313,9 @@ impl Tunnel {
         }
         let (to, listen) = (entrance.to.clone(), demand.listen.clone());
         let entrance = Entrance { listen, ..entrance };
-        let opened = OnDemandListener::open(&self.carriers, entrance, demand, &self.sockets);
+        let access = self.site.access(route).replaced_by(&demand.access);
+        let (carriers, sockets) = (&self.carriers, &self.sockets);
+        let opened = OnDemandListener::open(carriers, entrance, demand, &access, sockets);
         let listener = opened.map_err(|error| DemandError::Listen {
             route: route.clone(),
             listen: demand.listen.clone(),
@@ -410,7 +413,9 @@ impl Tunnel {
                 stay.push(entrance);
                 continue;
             }
-            let listener = EntranceListener::open(&self.carriers, entrance.clone(), &self.sockets);
+            let access = routes.access(&entrance.route);
+            let (entrance_of, sockets) = (entrance.clone(), &self.sockets);
+            let listener = EntranceListener::open(&self.carriers, entrance_of, &access, sockets);
             fresh.push(listener.map_err(|error| TunnelError::Listen {
                 route: entrance.route.clone(),
                 listen: entrance.listen.clone(),

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use dunlin_linux::local::{self, FileAccess, FileId};
 use dunlin_linux::poll::{Interest, Wakeup, poll};
 use dunlin_linux::socket::{Accepted, is_held, is_listening};
 
@@ -97,18 +98,19 @@ pub(super) fn next_number() -> u64 {
 }
 
 impl Listener {
-    /// Starts to listen. Replaces port 0 in `listen` with the port that the kernel chose.
+    /// Starts to listen. Replaces port 0 in `listen` with the port that the kernel chose. `access`
+    /// applies to a unix socket that this function creates.
     ///
     /// # Errors
     /// The address cannot be bound.
     pub(super) fn open(
         listen: &mut Listen,
+        access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<(Self, Option<SocketFile>)> {
         let (listener, file) = match listen {
             Listen::Unix(path) => {
-                let listener = bind(path)?;
-                let id = file_id(path)?;
+                let (listener, id) = bind(path, access)?;
                 let path = path.clone();
                 (Self::Unix(listener), Some(SocketFile { path, id }))
             }
@@ -165,24 +167,16 @@ impl Listener {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if file_id(&self.path).is_ok_and(|id| id == self.id) {
+        if local::file_id(&self.path).is_ok_and(|id| id == self.id) {
             // Another process may have removed the file.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Device and inode.
-type FileId = (u64, u64);
-
-fn file_id(path: &Path) -> io::Result<FileId> {
-    let found = std::fs::symlink_metadata(path)?;
-    Ok((found.dev(), found.ino()))
-}
-
 /// Listens at `path`. Replaces a socket file on which no process listens, but no other file.
-fn bind(path: &Path) -> io::Result<UnixListener> {
-    match UnixListener::bind(path) {
+fn bind(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, FileId)> {
+    match local::listen(path, access) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
                 let text = "a file of this name exists and is not a socket";
@@ -192,7 +186,7 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
                 return Err(error);
             }
             std::fs::remove_file(path)?;
-            UnixListener::bind(path)
+            local::listen(path, access)
         }
         other => other,
     }
@@ -208,19 +202,20 @@ mod tests {
     fn a_stale_socket_is_replaced_and_no_other_file() {
         let scratch = dunlin_test_base::Scratch::new();
         let path = scratch.join("listen");
-        drop(bind(&path).unwrap());
-        assert!(file_id(&path).is_ok());
-        let listener = bind(&path).unwrap();
+        let bind = || bind(&path, &FileAccess::default());
+        drop(bind().unwrap());
+        assert!(local::file_id(&path).is_ok());
+        let (listener, _) = bind().unwrap();
         // `bind` keeps a socket file on which a process listens, and its check leaves no connection
         // in the backlog.
-        assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(bind().unwrap_err().kind(), io::ErrorKind::AddrInUse);
         listener.set_nonblocking(true).unwrap();
         let accepted = listener.accept().unwrap_err();
         assert_eq!(accepted.kind(), io::ErrorKind::WouldBlock);
         drop(listener);
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "a disk").unwrap();
-        let refused = bind(&path).unwrap_err();
+        let refused = bind().unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists, "{refused}");
         assert_eq!(std::fs::read(&path).unwrap(), b"a disk");
     }

@@ -15,6 +15,7 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::local::FileAccess;
 use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_linux::socket::Accepted;
 use dunlin_proto::fault::FaultCode;
@@ -47,6 +48,8 @@ pub struct Demand {
     pub lanes: Option<u16>,
     /// Whether the listener accepts only one connection.
     pub once: bool,
+    /// The owner, group and mode of a unix socket. Those that are `None` are the route's.
+    pub access: FileAccess,
 }
 
 /// Why no listener was opened.
@@ -159,9 +162,10 @@ impl OnDemandListener {
         carriers: &Carriers,
         mut entrance: Entrance,
         demand: &Demand,
+        access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<Self> {
-        let (listener, file) = Listener::open(&mut entrance.listen, passed)?;
+        let (listener, file) = Listener::open(&mut entrance.listen, access, passed)?;
         let (waker, wakeup) = waker()?;
         let tally = Arc::new(ListenerTally {
             number: next_number(),

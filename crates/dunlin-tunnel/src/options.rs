@@ -1,10 +1,11 @@
 //! Routes and limits of a tunnel, checked before anything is opened.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
+use dunlin_linux::local::FileAccess;
 use dunlin_proto::limits::{
     DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
     MAX_LANES, MAX_NAME_BYTES,
@@ -71,8 +72,8 @@ pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
     pub(super) exits: Vec<Exit>,
     pub(super) relays: Vec<RelayExit>,
-    /// The port for redirected connections.
-    pub(super) redirect_port: Option<u16>,
+    /// The permissions of unix sockets, by route.
+    pub(super) access: BTreeMap<String, FileAccess>,
 }
 
 /// Why routes are invalid. The configuration is at fault.
@@ -134,9 +135,9 @@ pub enum BadRouteReason {
         /// The target.
         target: Target,
     },
-    /// The route's mode is *relay*, and its connections are redirected.
-    #[error("a relay carries no port, which redirected connections need")]
-    RedirectedRelay,
+    /// The route creates no unix socket that could have permissions.
+    #[error("the route listens on no unix socket that could have an owner, a group or a mode")]
+    NoUnixSocket,
     /// The target's parameter placeholders are invalid.
     #[error("invalid target: {0}")]
     Parameter(#[from] BadParameterTarget),
@@ -199,7 +200,8 @@ impl Routes {
         Ok(Self {
             entrances,
             exits,
-            ..Self::default()
+            relays: Vec::new(),
+            access: BTreeMap::new(),
         })
     }
 
@@ -230,41 +232,30 @@ impl Routes {
         Ok(self)
     }
 
-    /// Adds entrances with [`Listen::Redirected`], and exits. The packet filter redirects
-    /// connections to `port` on 127.0.0.1 and ::1.
+    /// Sets the owner, group and mode of the unix sockets of a route, also of those that
+    /// [`Tunnel::open`](crate::Tunnel::open) opens for it.
     ///
     /// # Errors
-    /// [`BadRoute`], for the first invalid route.
-    pub fn with_redirected(
-        self,
-        entrances: Vec<Entrance>,
-        exits: Vec<Exit>,
-        port: u16,
-    ) -> Result<Self, BadRoute> {
-        let entrances = self.entrances.into_iter().chain(entrances);
-        let exits = self.exits.into_iter().chain(exits);
-        let routes = Self::new(entrances.collect(), exits.collect())?.with_relays(self.relays)?;
-        let redirect_port = Some(port);
-        Ok(Self {
-            redirect_port,
-            ..routes
-        })
+    /// The route creates no unix socket.
+    pub fn with_access(mut self, route: &str, access: FileAccess) -> Result<Self, BadRoute> {
+        let makes_sockets = |one: &Entrance| {
+            one.route == route && matches!(one.listen, Listen::Unix(_) | Listen::OnDemand)
+        };
+        if !self.entrances.iter().any(makes_sockets) {
+            return Err(bad(route, BadRouteReason::NoUnixSocket));
+        }
+        self.access.insert(route.to_owned(), access);
+        Ok(self)
     }
-}
 
-/// Whether another entrance is redirected from the same address and one of the same ports.
-fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {
-    let Listen::Redirected { address, ports } = entrance.listen else {
-        return false;
-    };
-    let is_same = |other: &Entrance| match other.listen {
-        Listen::Redirected {
-            address: at,
-            ports: others,
-        } => at == address && ports.overlap(others),
-        _ => false,
-    };
-    all.iter().filter(|other| is_same(other)).count() > 1
+    /// The owners that routes give to their sockets.
+    pub fn access_of_sockets(&self) -> impl Iterator<Item = &FileAccess> {
+        self.access.values()
+    }
+
+    pub(super) fn access(&self, route: &str) -> FileAccess {
+        self.access.get(route).copied().unwrap_or_default()
+    }
 }
 
 fn bad(route: &str, why: BadRouteReason) -> BadRoute {

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use dunlin_linux::local::FileAccess;
 use dunlin_proto::fault::FaultCode;
 
 use super::dials::Dials;
@@ -111,6 +112,11 @@ impl Site {
         let mut entrances = routes.entrances.iter();
         let found = entrances.find(|one| one.listen.is_redirected_from(original));
         found.cloned()
+    }
+
+    /// The owner, group and mode of a route's unix sockets.
+    pub(super) fn access(&self, route: &str) -> FileAccess {
+        lock(&self.routes).access(route)
     }
 
     /// The counters of a route.

@@ -16,7 +16,7 @@ use dunlin_test_base::sockets::{ReadOnce as _, accepted, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, identities};
 use dunlin_tunnel::{
-    Demand, DemandError, Entrance, Event, Exit, Limits, Listen, ListenerStatus,
+    Demand, DemandError, Entrance, Event, Exit, FileAccess, Limits, Listen, ListenerStatus,
     MAX_ON_DEMAND_LISTENERS, Mode, OnDemandListener, Parameter, Routes, Target, Tunnel,
     WINDOW_BYTES,
 };
@@ -106,6 +106,7 @@ impl Scene {
             parameter: parameter.map(|text| text.parse().unwrap()),
             listen: Listen::Unix(self.path(socket)),
             lanes: None,
+            access: FileAccess::default(),
             once: false,
         }
     }

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
+use dunlin_linux::local::FileAccess;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, apply_filter_all_threads,
@@ -185,7 +186,7 @@ const REQUESTS: [u64; 6] = [
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
 /// The kind of process to confine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     /// A VM's process.
     Guest {
@@ -195,7 +196,10 @@ pub(super) enum Work {
         ipsec: bool,
     },
     /// A tunnel.
-    Channels,
+    Channels {
+        /// The owners and groups of its sockets.
+        owners: Vec<FileAccess>,
+    },
     /// `handoff accept`.
     Handoff,
 }
@@ -205,14 +209,14 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     let besides = match work {
         Work::Guest { .. } => FOR_GUESTS,
-        Work::Channels | Work::Handoff => FOR_CHANNELS,
+        Work::Channels { .. } | Work::Handoff => FOR_CHANNELS,
     };
     let records = match work {
         Work::Guest { ipsec: true, .. } => FOR_RECORDS,
         _ => &[],
     };
     let listening: &[_] = match work {
-        Work::Channels
+        Work::Channels { .. }
         | Work::Handoff
         | Work::Guest {
             makes_sockets: true,
@@ -231,7 +235,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     {
         allowed.insert(*call, Vec::new());
     }
-    for (call, rules) in with_arguments(work)? {
+    for (call, rules) in with_arguments(&work)? {
         allowed.insert(call, rules);
     }
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -268,7 +272,7 @@ fn install(
 }
 
 /// Calls allowed only with certain arguments.
-fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
+fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let execute = libc::PROT_EXEC as u64;
     // The argument combines the socket's type with flags, which the mask removes.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
@@ -312,7 +316,7 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     }
     let (types, besides): (&[u64], &[u64]) = match work {
         Work::Guest { .. } => (&REQUEST_TYPES, &GUEST_REQUESTS),
-        Work::Channels => (&[], &CHANNEL_REQUESTS),
+        Work::Channels { .. } => (&[], &CHANNEL_REQUESTS),
         Work::Handoff => (&[], &HANDOFF_REQUESTS),
     };
     let mut requests = Vec::new();
@@ -368,6 +372,9 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         (libc::SYS_mmap, vec![rule(&[masked(2, execute, 0)])?]),
         (libc::SYS_mprotect, vec![rule(&[masked(2, execute, 0)])?]),
     ];
+    if let Work::Channels { owners } = work {
+        with.extend(for_sockets(owners)?);
+    }
     let owner_alone = 0o600;
     if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
@@ -378,6 +385,31 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         with.push((libc::SYS_fchmodat, vec![rule(&[equals(2, owner_alone)])?]));
     }
     Ok(with)
+}
+
+/// Calls with which a tunnel sets the mode and the owner of its sockets. A thread with a umask of
+/// its own sets the mode, and the owner is changed by an open descriptor. A filter cannot see which
+/// file a descriptor refers to, so only the configured owners and groups are permitted.
+fn for_sockets(owners: &[FileAccess]) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
+    let own_umask = vec![rule(&[equals(0, libc::CLONE_FS as u64)])?];
+    let mut calls = vec![
+        (libc::SYS_unshare, own_umask),
+        (libc::SYS_umask, Vec::new()),
+    ];
+    let mut changes = Vec::new();
+    for access in owners {
+        // Stands for "unchanged" in chown(2).
+        let number = |id: Option<u32>| u64::from(id.unwrap_or(u32::MAX));
+        changes.push(rule(&[
+            equals(2, number(access.owner)),
+            equals(3, number(access.group)),
+            equals(4, libc::AT_EMPTY_PATH as u64),
+        ])?);
+    }
+    if !changes.is_empty() {
+        calls.push((libc::SYS_fchownat, changes));
+    }
+    Ok(calls)
 }
 
 /// A condition on an argument: position, width, comparison, value.

@@ -328,12 +328,14 @@ fn a_confined_acceptor_of_hand_offs_reads_and_connects_but_changes_nothing() {
 fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     let confining = |confine| ConfiningService { confine };
     let against = Some(("the programs of routes would be confined", "leave them out"));
-    let confined = confining(Whether::Auto).tunnel(against, None, &[]).unwrap();
+    let confined = confining(Whether::Auto)
+        .tunnel(against, None, &[], &[])
+        .unwrap();
     assert!(!is_confined(&confined));
     let text = confined.text().unwrap();
     assert!(text.starts_with("not confined: the programs of routes"));
     let refused = confining(Whether::Yes)
-        .tunnel(against, None, &[])
+        .tunnel(against, None, &[], &[])
         .unwrap_err()
         .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
@@ -341,7 +343,7 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     }
     assert_eq!(
         confining(Whether::No)
-            .tunnel(None, None, &[])
+            .tunnel(None, None, &[], &[])
             .unwrap()
             .text(),
         Some("not confined".to_owned())
@@ -454,7 +456,7 @@ fn inside() {
             };
             let routes = [directory.join("route")];
             confining
-                .tunnel(None, Some(&needs.control), &routes)
+                .tunnel(None, Some(&needs.control), &routes, &[])
                 .unwrap();
             change_root(&directory);
             try_everything(&directory);

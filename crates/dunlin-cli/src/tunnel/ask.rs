@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin_tunnel::Parameter;
+use dunlin_tunnel::{FileAccess, Parameter};
 
+use super::config::socket::{parse_group, parse_mode, parse_owner};
 use super::control_service::{Request, name_of};
 use super::line::ListenerLine;
 use crate::control::Client;
@@ -35,14 +36,17 @@ impl Wanted {
     pub(super) fn open(
         &self,
         listen: Option<String>,
-        once: bool,
-        wait: bool,
+        access: FileAccess,
+        (once, wait): (bool, bool),
     ) -> Result<(Client, ListenerLine)> {
         let request = Request::Open {
             route: self.route.clone(),
             parameter: self.param.as_ref().map(ToString::to_string),
             listen,
             lanes: self.lanes,
+            owner: access.owner,
+            group: access.group,
+            mode: access.mode,
             once,
             wait,
         };
@@ -62,6 +66,15 @@ pub(crate) struct Open {
     /// unix:PATH or tcp:ADDRESS:PORT [default: a unix socket next to the tunnel's control socket].
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
+    /// Owner of the unix socket, a name or a number [default: the route's socket_owner].
+    #[arg(long, value_name = "USER", value_parser = parse_owner)]
+    owner: Option<u32>,
+    /// Group of the unix socket, a name or a number [default: the route's socket_group].
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    group: Option<u32>,
+    /// Mode of the unix socket in octal, such as 0660 [default: the route's socket_mode].
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    mode: Option<u32>,
     /// Wait for the last connection to end; exit code 0 if all ended well, 1 if one failed, 4 if
     /// the listener was closed before the first connection.
     #[arg(long)]
@@ -84,7 +97,13 @@ pub(crate) struct Close {
 
 impl Open {
     pub(crate) fn run(&self) -> Result<i32> {
-        let (mut client, opened) = self.wanted.open(self.listen.clone(), false, self.wait)?;
+        let access = FileAccess {
+            owner: self.owner,
+            group: self.group,
+            mode: self.mode,
+        };
+        let how = (false, self.wait);
+        let (mut client, opened) = self.wanted.open(self.listen.clone(), access, how)?;
         if self.json {
             Line::Listener(opened).print();
         } else {

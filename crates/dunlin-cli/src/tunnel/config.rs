@@ -4,6 +4,7 @@
 mod ipsec;
 pub(crate) mod redirect;
 mod relay;
+pub(crate) mod socket;
 mod stripe;
 pub(crate) mod table;
 
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 use dunlin::lane::offload::Offload;
-use dunlin_tunnel::{Limits, Routes};
+use dunlin_tunnel::{FileAccess, Limits, Routes};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -148,10 +149,12 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let mut entrances = Vec::new();
     let mut exits = Vec::new();
     let mut relays = Vec::new();
+    let mut access = Vec::new();
     for (name, table) in &file.route {
         let at = table.span();
         let is_relay = relay::is_one(name, table.get_ref(), found);
         let over_ipsec = ipsec::is_asked_for(name, table.get_ref(), is_relay, is_prepared, found);
+        access.push((name, socket::check(name, table.get_ref(), is_relay, found)));
         if is_relay {
             let (entrance, exit) = relay::check(name, &at, table.get_ref(), found);
             entrances.extend(entrance);
@@ -180,7 +183,14 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     if !found.all.is_empty() {
         return None;
     }
+    access.retain(|(_, access)| *access != FileAccess::default());
     let routes = Routes::new(entrances, exits).and_then(|routes| routes.with_relays(relays));
+    let mut access = access.into_iter();
+    let routes = routes.and_then(|routes| {
+        access.try_fold(routes, |routes, (name, access)| {
+            routes.with_access(name, access)
+        })
+    });
     let routes = match routes {
         Ok(routes) => routes,
         Err(error) => {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin::engine::vmm::FaultCode;
 use dunlin_tunnel::{
-    Demand, Failure, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel,
+    Demand, Failure, FileAccess, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel,
 };
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +20,7 @@ use super::config::table::parse_listen;
 use super::line::{ListenerLine, RedirectLine, RouteLine, TunnelLine};
 use super::rules::Rules;
 use crate::code::{CANCELLED, FAILED};
+use crate::confine::allows_owner;
 use crate::control::{self, Client, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
 use crate::log::say;
@@ -39,6 +40,15 @@ pub(crate) enum Request {
         /// The listener's address; by default a socket next to the control socket.
         listen: Option<String>,
         lanes: Option<u16>,
+        /// The owner of the unix socket, by number.
+        #[serde(default)]
+        owner: Option<u32>,
+        /// The group of the unix socket, by number.
+        #[serde(default)]
+        group: Option<u32>,
+        /// The mode of the unix socket.
+        #[serde(default)]
+        mode: Option<u32>,
         /// Accept one connection, which the client opens itself; close the listener if the client
         /// hangs up before that.
         once: bool,
@@ -216,9 +226,13 @@ impl Service for ControlService {
                 parameter,
                 listen,
                 lanes,
+                owner,
+                group,
+                mode,
                 once,
                 wait,
             } => {
+                let access = FileAccess { owner, group, mode };
                 let parameter = parameter.map(|text| text.parse()).transpose()?;
                 let listen = match listen {
                     Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
@@ -230,12 +244,17 @@ impl Service for ControlService {
                     },
                     None => self.new_address()?,
                 };
+                if access != FileAccess::default() && !matches!(listen, Listen::Unix(_)) {
+                    bail!("{listen} has no owner, group and mode: omit them, or give unix:PATH");
+                }
+                allows_owner(&access)?;
                 let demand = Demand {
                     route,
                     parameter,
                     listen,
                     lanes,
                     once,
+                    access,
                 };
                 let listener = self.tunnel()?.open(&demand)?;
                 let line = ListenerLine::from(&listener);

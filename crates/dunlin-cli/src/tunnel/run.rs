@@ -78,9 +78,10 @@ impl Run {
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
         let sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
-        let confined = self
-            .confining
-            .tunnel(unconfined(&config), control.as_deref(), &sockets)?;
+        let owners: Vec<_> = config.routes.access_of_sockets().copied().collect();
+        let confined =
+            self.confining
+                .tunnel(unconfined(&config), control.as_deref(), &sockets, &owners)?;
         let sealed = match &config.ipsec {
             Some(ipsec) => Some(self.ipsec_lanes(ipsec)?),
             None => None,
@@ -225,6 +226,9 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
             "this tunnel is confined (at fault: configuration): {text}; {to_do}, or restart the \
              tunnel"
         );
+    }
+    for access in config.routes.access_of_sockets() {
+        confine::allows_owner(access)?;
     }
     if let Port::At(at) = config.listen
         && at.port() != 0

@@ -25,6 +25,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin_linux::poll::{Interest, poll};
+use dunlin_tunnel::FileAccess;
 
 use super::ask::Wanted;
 use crate::code::FAILED;
@@ -38,7 +39,9 @@ pub(crate) struct Stdio {
 
 impl Stdio {
     pub(crate) fn run(&self) -> Result<i32> {
-        let (mut client, opened) = self.wanted.open(None, true, true)?;
+        let (mut client, opened) = self
+            .wanted
+            .open(None, FileAccess::default(), (true, true))?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!(
                 "the tunnel listens on {} instead of a unix socket",

@@ -119,6 +119,25 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
             22,
             "connects to no peer",
         ),
+        ("lanes = 2", "socket_mode = \"0888\"", 14, "as in 0660"),
+        (
+            "lanes = 2",
+            "socket_owner = \"no such user\"",
+            14,
+            "number of a user",
+        ),
+        (
+            "lanes = 2",
+            "socket_group = \"no such group\"",
+            14,
+            "number of a group",
+        ),
+        (
+            "allow = [\"b.example\"]",
+            "allow = [\"b.example\"]\nsocket_mode = \"0600\"",
+            22,
+            "needs listen = \"unix:PATH\"",
+        ),
         (
             "[route.disk]",
             "[ipsec]\nports = \"1-9\"\n[route.disk]",

@@ -1,0 +1,159 @@
+//! The unix sockets of a tunnel's routes: their owners and modes.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::Command;
+
+use dunlin_linux::socket::own_user;
+use dunlin_test_base::need::or_skip;
+use dunlin_test_base::sockets::accepted;
+use support::{Done, Hosts, finish, words};
+use tunnel::{Tunnel, connect, control, exchange, far_config, listen, near_config};
+
+/// Numbers of a user and a group that own nothing on this host.
+const USER: u32 = 12_345;
+const GROUP: u32 = 54_321;
+
+/// Whether this process may change the owners of files.
+fn is_root() -> bool {
+    let found = match own_user() {
+        0 => Ok(()),
+        _ => Err(io::Error::other("this test does not run as root")),
+    };
+    or_skip("the privilege to change owners", found).is_some()
+}
+
+fn found(path: &Path) -> Metadata {
+    fs::symlink_metadata(path).unwrap()
+}
+
+fn owner_and_mode(path: &Path) -> (u32, u32, u32) {
+    let found = found(path);
+    (found.uid(), found.gid(), found.mode() & 0o7777)
+}
+
+/// Two hosts with one route, `in` to `out`, with further keys at the near end.
+struct Scene {
+    hosts: Hosts,
+    near: Tunnel,
+    _far: Tunnel,
+}
+
+impl Scene {
+    fn new(keys: &str) -> Self {
+        let hosts = Hosts::new();
+        let far = Tunnel::start(&hosts, "far", &far_config(&hosts, "a.test"));
+        let config = near_config(&hosts, &far.address, "ram", "in") + keys;
+        let near = Tunnel::start(&hosts, "near", &config);
+        let confined = near.wait_for("confined");
+        assert!(confined.contains("seccomp"), "{confined}");
+        Self {
+            hosts,
+            near,
+            _far: far,
+        }
+    }
+
+    fn ask(&self, line: &str) -> Command {
+        let mut command = words(&format!("tunnel {line}"));
+        command.arg("--config").arg(&self.near.config);
+        command.arg("--control").arg(control(&self.hosts));
+        command
+    }
+
+    /// Runs `tunnel open ram` with these flags for a listener in the hosts' directory.
+    fn open(&self, name: &str, flags: &str) -> Done {
+        let mut open = self.ask(&format!("open ram {flags}"));
+        let path = self.hosts.scratch.join(name);
+        open.arg("--listen").arg(format!("unix:{}", path.display()));
+        finish(open)
+    }
+
+    /// Appends to the near configuration and reloads it.
+    fn reload(&self, keys: &str) {
+        let config = fs::read_to_string(&self.near.config).unwrap();
+        fs::write(&self.near.config, config + keys).unwrap();
+        self.near.signal("HUP");
+    }
+}
+
+#[test]
+fn a_route_and_a_listener_on_demand_set_the_owner_and_mode_of_their_sockets() {
+    if !is_root() {
+        return;
+    }
+    let keys =
+        format!("socket_owner = \"{USER}\"\nsocket_group = \"{GROUP}\"\nsocket_mode = \"0660\"\n");
+    let scene = Scene::new(&keys);
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    assert_eq!(owner_and_mode(&at("in")), (USER, GROUP, 0o660));
+    scene.open("inherits", "").expect(0);
+    assert_eq!(owner_and_mode(&at("inherits")), (USER, GROUP, 0o660));
+    let flags = format!("--owner {USER} --group {GROUP} --mode 0600");
+    scene.open("differs", &flags).expect(0);
+    assert_eq!(owner_and_mode(&at("differs")), (USER, GROUP, 0o600));
+
+    let target = listen(at("out"));
+    for name in ["in", "differs"] {
+        let near = connect(at(name));
+        exchange(near, accepted(&target));
+    }
+
+    // The tunnel is confined to the owners that its configuration had at its start.
+    let refused = scene.open("foreign", "--owner 1").expect(1);
+    assert!(
+        refused.err.contains("at fault: configuration"),
+        "{refused:?}"
+    );
+    assert!(!at("foreign").exists());
+    let mut tcp = scene.ask("open ram --mode 0600 --listen tcp:127.0.0.1:0");
+    tcp.stdin(std::process::Stdio::null());
+    finish(tcp).expect(1);
+}
+
+#[test]
+fn a_mode_needs_no_privilege_and_a_confined_tunnel_refuses_a_later_owner() {
+    let scene = Scene::new("socket_mode = \"0606\"\n");
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    let own = found(&scene.hosts.scratch.join("a"));
+    let is_own = |name: &str, mode: u32| {
+        assert_eq!(owner_and_mode(&at(name)), (own.uid(), own.gid(), mode));
+    };
+    is_own("in", 0o606);
+    scene.open("other", "--mode 0640").expect(0);
+    is_own("other", 0o640);
+    scene.open("foreign", &format!("--owner {USER}")).expect(1);
+    assert!(!at("foreign").exists());
+    scene.reload(&format!("socket_owner = \"{USER}\"\n"));
+    let refused = scene.near.wait_for("gives sockets only to");
+    assert!(refused.contains("at fault: configuration"), "{refused}");
+    is_own("in", 0o606);
+}
+
+#[test]
+fn a_tunnel_without_the_privilege_reports_that_it_cannot_change_the_owner() {
+    if !is_root() {
+        return;
+    }
+    let hosts = Hosts::new();
+    let config = near_config(&hosts, "127.0.0.1:9", "ram", "in")
+        + &format!("socket_owner = \"{USER}\"\nsocket_mode = \"0600\"\n");
+    let file = hosts.scratch.join("near.toml");
+    fs::write(&file, config).unwrap();
+    // Root without CAP_CHOWN.
+    let mut run = Command::new("setpriv");
+    run.args(["--bounding-set", "-chown", "--inh-caps", "-chown"]);
+    let tunnel = words("tunnel run --config");
+    run.arg(tunnel.get_program()).args(tunnel.get_args());
+    run.arg(&file).arg("--control").arg(control(&hosts));
+    let refused = finish(run).expect(1);
+    assert!(refused.err.contains("CAP_CHOWN"), "{refused:?}");
+    assert!(!hosts.scratch.join("in").exists());
+}
