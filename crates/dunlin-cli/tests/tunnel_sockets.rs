@@ -1,4 +1,5 @@
-//! The unix sockets of a tunnel's routes: their owners and modes.
+//! The unix sockets of a tunnel's routes: their owners and modes, and what happens if their files
+//! are removed or replaced.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -10,10 +11,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use dunlin_linux::socket::own_user;
 use dunlin_test_base::need::or_skip;
-use dunlin_test_base::sockets::accepted;
+use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use serde_json::Value;
 use support::{Done, Hosts, finish, words};
 use tunnel::{Tunnel, connect, control, exchange, far_config, listen, near_config};
 
@@ -156,4 +159,83 @@ fn a_tunnel_without_the_privilege_reports_that_it_cannot_change_the_owner() {
     let refused = finish(run).expect(1);
     assert!(refused.err.contains("CAP_CHOWN"), "{refused:?}");
     assert!(!hosts.scratch.join("in").exists());
+}
+
+/// Reads the near tunnel's status until `is_so`; returns the line of route `ram`.
+fn route_when(scene: &Scene, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let until = Instant::now() + TIMEOUT;
+    loop {
+        let mut command = words("status --json --state-dir");
+        command.arg(scene.hosts.scratch.join("state"));
+        command.arg("--control").arg(control(&scene.hosts));
+        let lines = finish(command).expect(0).lines();
+        let near = lines.into_iter().find(|line| line["name"] == "near");
+        let route = near.map(|near| near["routes"][0].clone());
+        if let Some(route) = route.filter(|route| is_so(route)) {
+            return route;
+        }
+        assert!(Instant::now() < until, "{what}");
+    }
+}
+
+#[test]
+fn a_route_and_a_listener_on_demand_listen_again_after_their_sockets_were_removed() {
+    let scene = Scene::new("");
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    let target = listen(at("out"));
+    scene.open("vm", "").expect(0);
+    let early = connect(at("in"));
+    let early = (early, accepted(&target));
+    for name in ["in", "vm"] {
+        fs::remove_file(at(name)).unwrap();
+        let again = format!("route ram listens on unix:{} again", at(name).display());
+        scene.near.wait_for(&again);
+        let near = connect(at(name));
+        exchange(near, accepted(&target));
+    }
+    // Open channels do not notice.
+    exchange(early.0, early.1);
+}
+
+/// A hypervisor that waits for a VM at the same path removes the tunnel's socket.
+#[test]
+fn a_socket_of_another_process_is_not_stolen_and_the_route_listens_again_after_it() {
+    let scene = Scene::new("");
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    let target = listen(at("out"));
+    fs::remove_file(at("in")).unwrap();
+    let other = listen(at("in"));
+    let said = scene.near.wait_for("listener-lost");
+    assert!(said.contains("at fault: this side"), "{said}");
+    let lost = |route: &Value| route["lost"].is_string();
+    let route = route_when(&scene, "the status shows no lost listener", lost);
+    let why = route["lost"].as_str().unwrap();
+    assert!(why.contains("listener-lost"), "{route}");
+    let theirs = connect(at("in"));
+    drop((accepted(&other), theirs));
+    // The other process ends, and leaves its file.
+    drop(other);
+    scene.near.wait_for("again");
+    let near = connect(at("in"));
+    exchange(near, accepted(&target));
+    route_when(&scene, "the route stays lost", |route| !lost(route));
+    // A second loss for the same reason is reported too.
+    fs::remove_file(at("in")).unwrap();
+    let _other = listen(at("in"));
+    route_when(&scene, "the second loss is not shown", lost);
+}
+
+#[test]
+fn a_reload_changes_the_mode_of_a_socket() {
+    let scene = Scene::new("");
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    let target = listen(at("out"));
+    let early = connect(at("in"));
+    let early = (early, accepted(&target));
+    scene.reload("socket_mode = \"0604\"\n");
+    scene.near.wait_for("again");
+    assert_eq!(owner_and_mode(&at("in")).2, 0o604);
+    let near = connect(at("in"));
+    exchange(near, accepted(&target));
+    exchange(early.0, early.1);
 }

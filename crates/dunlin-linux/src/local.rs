@@ -113,8 +113,8 @@ fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: u32) -> io::
 }
 
 /// Opens the file at `path`, which must be the socket that this process has just bound. A process
-/// that may write to the directory could have replaced it with a link to another file, whose owner
-/// would then be changed.
+/// that may write to the directory could have replaced it with a link to another file, which would
+/// then get the new owner.
 fn own_file(path: &Path, access: &FileAccess) -> io::Result<(OwnedFd, Stat)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty())?;

@@ -242,6 +242,9 @@ faults! {
     /// bytes, after the sending program had ended the channel.
     LeftUnread = 38, "left-unread", Local,
         "Ignore it if the migration succeeded; otherwise read the log of the hypervisor on that host.";
+    /// A listener's unix socket was removed or replaced, and its path cannot be bound again.
+    ListenerLost = 39, "listener-lost", Local,
+        "End the process that listens at that path, or create the directory again; the listener returns within a second after that.";
 }
 
 impl fmt::Display for FaultCode {

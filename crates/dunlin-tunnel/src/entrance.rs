@@ -10,7 +10,8 @@ use dunlin_linux::socket::Accepted;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::listener::{Listener, SocketFile, Sockets, next_number};
+use super::failure::Failure;
+use super::listener::{LastingListener, Lost, Sockets, next_number};
 use super::meter::Count;
 use super::options::Entrance;
 use super::route::Listen;
@@ -19,12 +20,17 @@ use super::threads::Worker;
 /// An open entrance. Dropping it closes the listener; its channels stay open.
 pub(super) struct EntranceListener {
     /// The settings for new connections. A reload may replace them.
-    entrance: Arc<Mutex<Entrance>>,
+    settings: Arc<Mutex<Settings>>,
     /// The address of the listener, with the port that the kernel chose in place of port 0.
     pub(super) listens_on: Listen,
+    lost: Lost,
     _thread: Worker,
-    /// The file of a unix socket, removed after the thread has ended.
-    _file: Option<SocketFile>,
+}
+
+#[derive(Clone)]
+struct Settings {
+    entrance: Entrance,
+    access: FileAccess,
 }
 
 impl EntranceListener {
@@ -39,46 +45,55 @@ impl EntranceListener {
         passed: &Sockets,
     ) -> io::Result<Self> {
         let mut listens_on = entrance.listen.clone();
-        let (listener, file) = Listener::open(&mut listens_on, access, passed)?;
+        let listener = LastingListener::open(&mut listens_on, access, passed)?;
         let number = next_number();
-        let entrance = Arc::new(Mutex::new(entrance));
-        let (carriers, own) = (carriers.clone(), Arc::clone(&entrance));
+        let access = *access;
+        let settings = Arc::new(Mutex::new(Settings { entrance, access }));
+        let (carriers, own, lost) = (carriers.clone(), Arc::clone(&settings), listener.lost());
         let name = format!("dunlin-entrance-{number}");
-        let body = move |stopped: &Wakeup| listen(&carriers, &own, number, &listener, stopped);
+        let body = move |stopped: &Wakeup| listen(&carriers, &own, number, listener, stopped);
         let thread = Worker::start(name, body)?;
         Ok(Self {
-            entrance,
+            settings,
             listens_on,
+            lost,
             _thread: thread,
-            _file: file,
         })
     }
 
     pub(super) fn entrance(&self) -> Entrance {
-        lock(&self.entrance).clone()
+        lock(&self.settings).entrance.clone()
+    }
+
+    /// Why the listener is not reachable at present, if it is not.
+    pub(super) fn lost(&self) -> Option<Failure> {
+        lock(&self.lost).clone()
     }
 
     /// Whether this listener has the address of `other`. If the port is 0, the route must also be
     /// the same.
     pub(super) fn is_at(&self, other: &Entrance) -> bool {
-        let own = lock(&self.entrance);
+        let own = &lock(&self.settings).entrance;
         let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
         own.listen == other.listen && (!chosen || own.route == other.route)
     }
 
     /// Replaces the settings for later connections with those of `other`, which has the same
-    /// address.
-    pub(super) fn set_entrance(&self, other: &Entrance) {
-        *lock(&self.entrance) = other.clone();
+    /// address. If `access` has changed, the listener creates its socket anew within a second.
+    pub(super) fn set_entrance(&self, other: &Entrance, access: &FileAccess) {
+        *lock(&self.settings) = Settings {
+            entrance: other.clone(),
+            access: *access,
+        };
     }
 }
 
 /// The body of an entrance's thread.
 fn listen(
     carriers: &Carriers,
-    entrance: &Mutex<Entrance>,
+    settings: &Mutex<Settings>,
     number: u64,
-    listener: &Listener,
+    mut listener: LastingListener,
     stopped: &Wakeup,
 ) {
     let site = &carriers.site;
@@ -88,15 +103,16 @@ fn listen(
             Ok(true) => return,
             Ok(false) => {}
             Err(error) => {
-                let route = &lock(entrance).route;
+                let route = &lock(settings).entrance.route;
                 let text = format!("route {route} stopped accepting connections: {error}");
                 return site.report(Event::Warning(text));
             }
         }
+        let Settings { entrance, access } = lock(settings).clone();
+        listener.check(site, &entrance.route, &access);
         let was_short = std::mem::take(&mut short);
         match listener.accept() {
             Accepted::Connection(stream) => {
-                let entrance = lock(entrance).clone();
                 let count = Count::new(site.meter(&entrance.route), None);
                 carriers.carry(&entrance, number, String::new(), stream.counted(count));
             }
@@ -105,7 +121,7 @@ fn listen(
             // memory.
             Accepted::Shortage(error) | Accepted::Failed(error) => {
                 if !was_short {
-                    let route = &lock(entrance).route;
+                    let route = &entrance.route;
                     let text = format!("route {route} cannot accept a connection: {error}");
                     site.report(Event::Warning(text));
                 }

@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use dunlin_proto::fault::FaultCode;
 
 use super::failure::Failure;
+use super::route::Listen;
 
 /// An event of the tunnel. Its `Display` is one log line.
 #[derive(Clone, Debug)]
@@ -80,6 +81,22 @@ pub enum Event {
         /// The peer's name.
         peer: String,
     },
+    /// The unix socket of a listener was removed or replaced, and the tunnel cannot listen there
+    /// again. It tries again every second.
+    ListenerLost {
+        /// The route.
+        route: String,
+        /// The reason why the tunnel cannot listen.
+        failure: Failure,
+    },
+    /// A listener has created its unix socket anew, because the socket was removed or replaced, or
+    /// because the configuration gives it other permissions.
+    ListenerRestored {
+        /// The route.
+        route: String,
+        /// The address.
+        listen: Listen,
+    },
     /// A connection to the tunnel's port was rejected.
     Rejected {
         /// The peer's address, or the text "a lane" if the connection was to become a lane.
@@ -112,7 +129,8 @@ impl Event {
             Self::TrunkFailed { failure, .. }
             | Self::Refused { failure, .. }
             | Self::Aborted { failure, .. }
-            | Self::ControlLost { failure, .. } => Some(failure.code()),
+            | Self::ControlLost { failure, .. }
+            | Self::ListenerLost { failure, .. } => Some(failure.code()),
             Self::TrunkEnded { fault, .. } | Self::Rejected { fault, .. } => Some(*fault),
             Self::LaneLost { .. } => Some(FaultCode::LaneLost),
             _ => None,
@@ -163,6 +181,10 @@ impl fmt::Display for Event {
             }
             Self::ControlResumed { peer } => {
                 write!(formatter, "control lane to {peer} resumed")
+            }
+            Self::ListenerLost { failure, .. } => write!(formatter, "{failure}"),
+            Self::ListenerRestored { route, listen } => {
+                write!(formatter, "route {route} listens on {listen} again")
             }
             Self::Rejected { from, why, .. } => {
                 write!(formatter, "connection from {from} was rejected: {why}")

@@ -354,6 +354,7 @@ impl Tunnel {
             let of = |one: &&mut RouteStatus| one.route == entrance.route;
             if let Some(status) = routes.iter_mut().find(of) {
                 status.listens = Some(listener.listens_on.clone());
+                status.lost = listener.lost();
             }
         }
         routes
@@ -436,7 +437,7 @@ impl Tunnel {
         entrances.retain(|listener| {
             let own = stay.iter().find(|entrance| listener.is_at(entrance));
             if let Some(entrance) = own {
-                listener.set_entrance(entrance);
+                listener.set_entrance(entrance, &routes.access(&entrance.route));
             }
             own.is_some()
         });

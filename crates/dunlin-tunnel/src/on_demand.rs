@@ -25,7 +25,7 @@ use thiserror::Error;
 use super::carriers::Carriers;
 use super::event::Event;
 use super::failure::Failure;
-use super::listener::{Listener, SocketFile, Sockets, next_number};
+use super::listener::{LastingListener, Lost, Sockets, next_number};
 use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::parameter::Parameter;
@@ -110,6 +110,8 @@ pub struct OnDemandListener(Arc<ListenerTally>);
 pub struct ListenerStatus {
     /// Whether the listener accepts connections.
     pub listens: bool,
+    /// Why the listener is at present not reachable at its path, although it has not ended.
+    pub lost: Option<Failure>,
     /// Open channels.
     pub open: u64,
     /// Channels with a clean end in both directions.
@@ -139,6 +141,8 @@ impl ListenerStatus {
 pub(super) struct ListenerTally {
     number: u64,
     entrance: Entrance,
+    access: FileAccess,
+    lost: Lost,
     parameter: String,
     once: bool,
     now: Mutex<Now>,
@@ -165,11 +169,13 @@ impl OnDemandListener {
         access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<Self> {
-        let (listener, file) = Listener::open(&mut entrance.listen, access, passed)?;
+        let listener = LastingListener::open(&mut entrance.listen, access, passed)?;
         let (waker, wakeup) = waker()?;
         let tally = Arc::new(ListenerTally {
             number: next_number(),
             entrance,
+            access: *access,
+            lost: listener.lost(),
             parameter: demand
                 .parameter
                 .as_ref()
@@ -187,7 +193,7 @@ impl OnDemandListener {
             waker,
         });
         let (own, its_carriers) = (Arc::clone(&tally), carriers.clone());
-        let body = move || own.serve(&its_carriers, listener, file, &wakeup);
+        let body = move || own.serve(&its_carriers, listener, &wakeup);
         if !carriers
             .site
             .spawn(format!("dunlin-listener-{}", tally.number), body)
@@ -219,7 +225,9 @@ impl OnDemandListener {
 
     /// The current status.
     pub fn status(&self) -> ListenerStatus {
-        self.0.lock().status.clone()
+        let mut status = self.0.lock().status.clone();
+        status.lost = lock(&self.0.lost).clone();
+        status
     }
 
     /// Stops accepting connections; open channels continue.
@@ -299,22 +307,13 @@ impl ListenerTally {
     }
 
     /// The body of the listener's thread.
-    fn serve(
-        self: Arc<Self>,
-        carriers: &Carriers,
-        listener: Listener,
-        file: Option<SocketFile>,
-        wakeup: &Wakeup,
-    ) {
-        if let Err(error) = self.take(carriers, &listener, wakeup) {
+    fn serve(self: Arc<Self>, carriers: &Carriers, mut listener: LastingListener, wakeup: &Wakeup) {
+        if let Err(error) = self.take(carriers, &mut listener, wakeup) {
             let (route, number) = (&self.entrance.route, self.number);
             let text =
                 format!("route {route}: listener {number} stopped accepting connections: {error}");
             carriers.site.report(Event::Warning(text));
         }
-        // Remove the file while the socket still listens. After that, the file at this path could
-        // be the socket of another process.
-        drop(file);
         drop(listener);
         self.lock().status.listens = false;
         self.changed.notify_all();
@@ -323,13 +322,14 @@ impl ListenerTally {
     fn take(
         self: &Arc<Self>,
         carriers: &Carriers,
-        listener: &Listener,
+        listener: &mut LastingListener,
         wakeup: &Wakeup,
     ) -> io::Result<()> {
         let mut short = false;
         loop {
             listener.wait(wakeup, short)?;
             wakeup.clear();
+            listener.check(&carriers.site, &self.entrance.route, &self.access);
             // Accept the whole backlog before the listener closes, because its connections arrived
             // before the last channel ended.
             short = loop {

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use crate::failure::Failure;
 use crate::meter::Traffic;
 use crate::route::{Listen, Target};
 
@@ -32,6 +33,8 @@ pub struct RouteStatus {
     /// Where the route listens. Listeners that were opened on demand are in
     /// [`Tunnel::on_demand_listeners`](crate::Tunnel::on_demand_listeners).
     pub listens: Option<Listen>,
+    /// Why the route does not listen at present, although it should.
+    pub lost: Option<Failure>,
     /// The peer's address, if the route has an entrance on this side.
     pub to: Option<String>,
     /// The target, if the route has an exit on this side.

@@ -398,7 +398,7 @@ fn for_sockets(owners: &[FileAccess]) -> Result<Vec<(libc::c_long, Vec<SeccompRu
     ];
     let mut changes = Vec::new();
     for access in owners {
-        // Stands for "unchanged" in chown(2).
+        // In chown(2), the largest number means "unchanged".
         let number = |id: Option<u32>| u64::from(id.unwrap_or(u32::MAX));
         changes.push(rule(&[
             equals(2, number(access.owner)),

@@ -32,6 +32,9 @@ pub(crate) struct TunnelLine {
 pub(crate) struct RouteLine {
     pub(crate) route: String,
     pub(crate) listens: Option<String>,
+    /// Why the route does not listen at present, although it should.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) lost: Option<String>,
     pub(crate) to: Option<String>,
     pub(crate) target: Option<String>,
     pub(crate) channels: u64,
@@ -64,6 +67,9 @@ pub(crate) struct ListenerLine {
     pub(crate) listen: String,
     /// Whether the listener still accepts connections.
     pub(crate) listens: bool,
+    /// Why the listener is not reachable at present, although it has not ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) lost: Option<String>,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
     #[serde(default)]
@@ -127,6 +133,7 @@ impl RouteLine {
         Self {
             route: now.route.clone(),
             listens: now.listens.as_ref().map(ToString::to_string),
+            lost: now.lost.as_ref().map(ToString::to_string),
             to: now.to.clone(),
             target: now.target.as_ref().map(ToString::to_string),
             channels: traffic.open,
@@ -150,6 +157,7 @@ impl From<&OnDemandListener> for ListenerLine {
             parameter: listener.parameter().to_owned(),
             listen: listener.listen().to_string(),
             listens: status.listens,
+            lost: status.lost.as_ref().map(ToString::to_string),
             channels: status.open,
             closed: status.closed,
             left_unread: status.left_unread,

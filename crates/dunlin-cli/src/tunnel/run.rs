@@ -176,7 +176,9 @@ fn log_event(event: &Event) {
         | Event::Aborted { id, .. } => {
             (route, channel, peer) = (Some(&id.route), Some(id.channel), Some(&id.peer));
         }
-        Event::Refused { route: on, .. } => route = Some(on),
+        Event::Refused { route: on, .. }
+        | Event::ListenerLost { route: on, .. }
+        | Event::ListenerRestored { route: on, .. } => route = Some(on),
         Event::LaneLost {
             lane: of, peer: to, ..
         } => (lane, peer) = (Some(of), Some(to)),
@@ -195,7 +197,8 @@ fn log_event(event: &Event) {
         | Event::ControlResumed { .. }
         | Event::Opened(_)
         | Event::Closed(_)
-        | Event::LeftUnread { .. } => info!(route, channel, peer, lane, "{event}"),
+        | Event::LeftUnread { .. }
+        | Event::ListenerRestored { .. } => info!(route, channel, peer, lane, "{event}"),
         _ => warn!(route, channel, peer, lane, fault, "{event}"),
     }
 }

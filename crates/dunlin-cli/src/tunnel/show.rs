@@ -32,6 +32,7 @@ pub(crate) fn show(line: &TunnelLine) {
     );
     for route in &line.routes {
         println!("  {}", clean(&of_route(route, line.over_ms)));
+        show_lost(route.lost.as_deref());
     }
     if let Some(redirect) = &line.redirect {
         let refused = count(redirect.refused, "connection");
@@ -49,6 +50,7 @@ pub(crate) fn show(line: &TunnelLine) {
             count(listener.channels, "channel")
         );
         println!("  {}", clean(&text));
+        show_lost(listener.lost.as_deref());
     }
     for peer in &line.peers {
         let text = format!(
@@ -64,6 +66,12 @@ pub(crate) fn show(line: &TunnelLine) {
         if let Some(why) = &peer.refused {
             println!("    opens no new channel: {}", clean(why));
         }
+    }
+}
+
+fn show_lost(why: Option<&str>) {
+    if let Some(why) = why {
+        println!("    does not listen now: {}", clean(why));
     }
 }
 
