@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use dunlin_linux::socket::own_user;
 use dunlin_test_base::need::or_skip;
-use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted};
 use serde_json::Value;
 use support::{Done, Hosts, finish, words};
 use tunnel::{Tunnel, connect, control, exchange, far_config, listen, near_config};
@@ -46,7 +46,7 @@ fn owner_and_mode(path: &Path) -> (u32, u32, u32) {
 struct Scene {
     hosts: Hosts,
     near: Tunnel,
-    _far: Tunnel,
+    far: Tunnel,
 }
 
 impl Scene {
@@ -60,7 +60,7 @@ impl Scene {
         Self {
             hosts,
             near,
-            _far: far,
+            far,
         }
     }
 
@@ -238,4 +238,76 @@ fn a_reload_changes_the_mode_of_a_socket() {
     let near = connect(at("in"));
     exchange(near, accepted(&target));
     exchange(early.0, early.1);
+}
+
+/// Two VMs share the path of a target: the hypervisor that waits for the second one replaces the
+/// socket of the first one.
+#[test]
+fn i3_a_channel_never_reaches_the_hypervisor_that_replaced_the_one_of_open_channels() {
+    let scene = Scene::new("");
+    let at = |name: &str| scene.hosts.scratch.join(name);
+    let web = listen(at("out"));
+    let first = connect(at("in"));
+    let first = (first, accepted(&web));
+    // Another connection of the same migration.
+    let second = connect(at("in"));
+    exchange(second, accepted(&web));
+
+    fs::remove_file(at("out")).unwrap();
+    let db = listen(at("out"));
+    let mut late = connect(at("in"));
+    assert_eq!(late.read_once(&mut [0]).unwrap(), 0);
+    for tunnel in [&scene.near, &scene.far] {
+        let said = tunnel.wait_for("target-replaced");
+        assert!(said.contains("{vm}"), "{said}");
+        assert!(said.contains("at fault: configuration"), "{said}");
+    }
+    db.set_nonblocking(true).unwrap();
+    let came = db.accept().unwrap_err();
+    assert_eq!(came.kind(), io::ErrorKind::WouldBlock);
+    db.set_nonblocking(false).unwrap();
+
+    exchange(first.0, first.1);
+    scene.far.wait_for("channel 0 is closed");
+    let next = connect(at("in"));
+    exchange(next, accepted(&db));
+}
+
+#[test]
+fn i3_a_relay_does_not_reach_a_hypervisor_that_replaced_another_one_either() {
+    let hosts = Hosts::new();
+    let at = |name: &str| hosts.scratch.join(name);
+    let web = listen(at("out"));
+    let relay = |name: &str, more: &str| {
+        let config = format!(
+            "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.ram]\nmode = \"relay\"\n{more}",
+            at(name)
+        );
+        Tunnel::start(&hosts, name, &config)
+    };
+    let target = at("out").display().to_string();
+    let far = relay(
+        "b",
+        &format!(
+            "tls_listen = \"127.0.0.1:0\"\ntarget = \"unix:{target}\"\nallow = [\"a.test\"]\n"
+        ),
+    );
+    let line = far.wait_for("accepts TLS clients on");
+    let (_, to) = line.rsplit_once(' ').unwrap();
+    let entrance = at("in").display().to_string();
+    let _near = relay(
+        "a",
+        &format!("listen = \"unix:{entrance}\"\nto = {to:?}\npeers = [\"b.test\"]\n"),
+    );
+    let first = connect(at("in"));
+    let first = (first, accepted(&web));
+    fs::remove_file(at("out")).unwrap();
+    let db = listen(at("out"));
+    let _late = connect(at("in"));
+    let said = far.wait_for("target-replaced");
+    assert!(said.contains("at fault: configuration"), "{said}");
+    exchange(first.0, first.1);
+    far.wait_for("is closed");
+    let next = connect(at("in"));
+    exchange(next, accepted(&db));
 }

@@ -245,6 +245,9 @@ faults! {
     /// A listener's unix socket was removed or replaced, and its path cannot be bound again.
     ListenerLost = 39, "listener-lost", Local,
         "End the process that listens at that path, or create the directory again; the listener returns within a second after that.";
+    /// The unix socket of a target was replaced while channels were connected to the earlier one.
+    TargetReplaced = 40, "target-replaced", Configuration,
+        "Give each VM a socket of its own: write {vm} into the target's path, and open a listener for each migration with `tunnel open --param vm=NAME`; or migrate one VM after the other.";
 }
 
 impl fmt::Display for FaultCode {

@@ -32,8 +32,8 @@
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
 //!   cancels.
 //! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `exit`: connects a
-//!   channel of the peer. `target`: connects to a socket or starts a program. `parameter`: what a
-//!   channel may choose in a target.
+//!   channel of the peer. `target`: connects to a socket or starts a program. `reached`: which
+//!   socket a path's channels are connected to. `parameter`: what a channel may choose in a target.
 //! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
 //!   `channels`: the connections of a trunk, and how each ends.
 //! - `relay`: channels that are not striped; each has its own TLS connection, to any program.
@@ -63,7 +63,7 @@ mod options;
 mod parameter;
 mod piece;
 mod port;
-mod probe;
+mod reached;
 mod receive;
 mod redirect;
 mod relay;

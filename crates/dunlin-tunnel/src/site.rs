@@ -17,7 +17,7 @@ use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
-use super::route::Listen;
+use super::reached::ReachedSockets;
 use super::status::RouteStatus;
 use super::threads::Threads;
 use dunlin_lane::dial::{Connector, StandardConnector};
@@ -38,6 +38,8 @@ pub(super) struct Site {
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// The lane count for each peer address.
     lanes: Mutex<BTreeMap<String, u16>>,
+    /// The unix sockets to which channels are connected.
+    pub(super) reached: ReachedSockets,
     draining: AtomicBool,
     events: SyncSender<Event>,
     /// The number of events that were dropped because the queue was full.
@@ -67,6 +69,7 @@ impl Site {
             routes: Mutex::new(routes.clone()),
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
+            reached: ReachedSockets::default(),
             draining: AtomicBool::new(false),
             events,
             dropped: AtomicUsize::new(0),

@@ -19,7 +19,7 @@ use dunlin_proto::fault::FaultCode;
 use super::counted::Counted;
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
-use super::meter::Count;
+use super::meter::{Count, Tally};
 use super::route::Target;
 use super::site::Site;
 use super::socket::{Socket, Stream};
@@ -37,6 +37,10 @@ pub(super) fn open(
     stop: &Wakeup,
 ) -> Result<Socket, Failure> {
     let deadline = Instant::now() + site.limits.connect;
+    let reached = match target {
+        Target::Unix(path) => Some(site.reached.enter(route, path)?),
+        _ => None,
+    };
     let opened = match target {
         Target::Unix(path) => connect_unix(path, deadline, stop).and_then(Stream::unix),
         Target::Tcp(to) => site
@@ -50,7 +54,11 @@ pub(super) fn open(
     };
     let text = format!("route {route:?}: {target} cannot be reached");
     let stream = opened.or_failure(FaultCode::TargetUnreachable, text)?;
-    Ok(stream.counted(Count::new(site.meter(route), None)))
+    let reached = reached.map(|one| one.check(route).map(|()| one));
+    let tally = reached
+        .transpose()?
+        .map(|one| Arc::new(one) as Arc<dyn Tally>);
+    Ok(stream.counted(Count::new(site.meter(route), tally)))
 }
 
 /// Connects to the first address that accepts a connection at `port`. Returns the error of the last
