@@ -49,14 +49,17 @@ impl RedirectListener {
             Ipv6Addr::LOCALHOST.into(),
         ] {
             let mut at = Listen::Tcp(SocketAddr::new(ip, port));
-            let listener = match Listener::open(&mut at, &Sockets::default()) {
-                Ok((listener, _)) => listener,
-                // The host has no IPv6.
-                Err(error) if ip.is_ipv6() && error.kind() == io::ErrorKind::AddrNotAvailable => {
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
+            let listener =
+                match LastingListener::open(&mut at, &FileAccess::default(), &Sockets::default()) {
+                    Ok(listener) => listener,
+                    // The host has no IPv6.
+                    Err(error)
+                        if ip.is_ipv6() && error.kind() == io::ErrorKind::AddrNotAvailable =>
+                    {
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                };
             let listening = Listening {
                 carriers: carriers.clone(),
                 listener,

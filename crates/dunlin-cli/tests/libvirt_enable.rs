@@ -1,0 +1,205 @@
+//! `dunlin libvirt enable` and `disable` on two hosts without systemd: what they write, what they
+//! test, what they refuse, and that nothing is left. The libvirt rig tests migrations.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
+use dunlin_rig::need;
+use support::{Done, Hosts, finish, words};
+use tunnel::{Tunnel, control};
+
+const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
+
+/// Two hosts, each with directories of its own in place of /etc/dunlin, /etc/sysctl.d, /run and
+/// /var/lib/dunlin.
+struct Scene {
+    link: Link,
+    a: Host,
+    b: Host,
+    files: Hosts,
+}
+
+impl Scene {
+    fn new() -> Option<Self> {
+        if !need::hosts() {
+            return None;
+        }
+        let (a, b) = (Host::new("a").unwrap(), Host::new("b").unwrap());
+        let link = Link::new(&a, &b, &LinkOptions::default()).unwrap();
+        let files = Hosts::new();
+        for host in ["a", "b"] {
+            for directory in ["etc", "sysctl", "run", "state"] {
+                fs::create_dir_all(files.scratch.join(format!("host-{host}/{directory}"))).unwrap();
+            }
+        }
+        Some(Self { link, a, b, files })
+    }
+
+    fn host(&self, name: &str) -> &Host {
+        if name == "a" { &self.a } else { &self.b }
+    }
+
+    fn path(&self, host: &str, path: &str) -> PathBuf {
+        self.files.scratch.join(format!("host-{host}")).join(path)
+    }
+
+    /// A command on a host. `ip netns exec` gives it mounts of its own.
+    fn command(&self, host: &str, command: &Command) -> Command {
+        let mounts = [
+            ("etc", "/etc/dunlin"),
+            ("sysctl", "/etc/sysctl.d"),
+            ("state", "/var/lib/dunlin"),
+            ("run", "/run"),
+        ];
+        let mounts = mounts.map(|(from, to)| {
+            let from = self.path(host, from);
+            format!("mkdir -p {to} && mount --bind {} {to}", from.display())
+        });
+        let mut shell = Command::new("sh");
+        let script = format!("{} && exec \"$@\"", mounts.join(" && "));
+        shell.args(["-c", &script, "sh"]);
+        shell.arg(command.get_program()).args(command.get_args());
+        self.host(host).enter(&shell)
+    }
+
+    fn dunlin(&self, host: &str, line: &str) -> Command {
+        self.command(host, &words(line))
+    }
+
+    /// `libvirt enable` on a host, for the other host as peer.
+    fn enable(&self, host: &str, more: &str) -> Done {
+        let (peer, identity) = match host {
+            "a" => (&self.b, "b.test"),
+            _ => (&self.a, "a.test"),
+        };
+        let peer = self.link.address(peer, Family::V4);
+        let mut command = words("libvirt enable --qemu-conf /none --users root");
+        command.args(["--peer", &format!("{peer}={identity}")]);
+        command.arg("--identity").arg(self.files.scratch.join(host));
+        command.args(more.split_whitespace());
+        finish(self.command(host, &command))
+    }
+
+    fn tunnel(&self, host: &str) -> Tunnel {
+        let mut command = words("tunnel run --confine no --config /etc/dunlin/tunnel.toml");
+        command
+            .arg("--control")
+            .arg(control(&self.files).join(host));
+        Tunnel::follow(
+            self.command(host, &command),
+            self.path(host, "etc/tunnel.toml"),
+        )
+    }
+
+    fn reserved(&self, host: &str) -> String {
+        let mut cat = self.host(host).command("cat");
+        String::from_utf8(cat.arg(RESERVED).output().unwrap().stdout)
+            .unwrap()
+            .trim()
+            .to_owned()
+    }
+
+    fn rules(&self, host: &str) -> String {
+        let mut list = self.host(host).command("nft");
+        String::from_utf8(list.args(["list", "tables"]).output().unwrap().stdout).unwrap()
+    }
+}
+
+#[test]
+fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
+    let Some(scene) = Scene::new() else { return };
+    let mut reserve = scene.a.command("sh");
+    let echo = format!("echo 8080,49000-49160 > {RESERVED}");
+    assert!(reserve.args(["-c", &echo]).status().unwrap().success());
+    // B is not enabled yet.
+    let first = scene.enable("a", "");
+    assert_eq!(first.code, 0, "{first:?}");
+    assert_eq!(scene.reserved("a"), "8080,49000-49215");
+    assert!(
+        scene.rules("a").contains("inet dunlin"),
+        "{}",
+        scene.rules("a")
+    );
+    let near = scene.tunnel("a");
+    let second = scene.enable("b", "");
+    assert_eq!(second.code, 0, "{second:?}");
+    let far = scene.tunnel("b");
+    // The path from A is tested now that B's tunnel runs, and a second `enable` changes nothing.
+    let before = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    let again = scene.enable("a", "");
+    assert_eq!(again.code, 0, "{again:?}");
+    assert!(again.out.contains("GiB/s"), "{}", again.out);
+    let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert_eq!(after, before);
+    drop((near, far));
+    let disabled = finish(scene.dunlin("a", "libvirt disable"));
+    assert_eq!(disabled.code, 0, "{disabled:?}");
+    assert_eq!(scene.reserved("a"), "8080,49000-49160");
+    assert!(!scene.rules("a").contains("inet dunlin"));
+    for left in [
+        "etc/tunnel.toml",
+        "sysctl/60-dunlin-libvirt.conf",
+        "state/libvirt.json",
+    ] {
+        assert!(!scene.path("a", left).exists(), "{left}");
+    }
+}
+
+#[test]
+fn a_dry_run_changes_nothing() {
+    let Some(scene) = Scene::new() else { return };
+    let shown = scene.enable("a", "--dry-run --ports 60000-60050");
+    assert_eq!(shown.code, 0, "{shown:?}");
+    assert!(
+        shown.out.contains("ports = \"60000-60050\""),
+        "{}",
+        shown.out
+    );
+    assert!(!scene.path("a", "etc/tunnel.toml").exists());
+    assert_eq!(scene.reserved("a"), "");
+    assert!(!scene.rules("a").contains("inet dunlin"));
+}
+
+/// A peer that answers with another name than expected is a mistake: nothing is changed.
+#[test]
+fn enable_changes_nothing_if_a_peer_is_another_than_expected() {
+    let Some(scene) = Scene::new() else { return };
+    scene.enable("b", "");
+    let _far = scene.tunnel("b");
+    let own = "listen = \"[::]:18300\"\nidentity = \"/etc/dunlin\"\n[route.x]\ntarget = \"unix:/x\"\nallow = [\"b.test\"]\n";
+    fs::write(scene.path("a", "etc/tunnel.toml"), own).unwrap();
+    let peer = scene.link.address(&scene.b, Family::V4);
+    for file in ["cert.pem", "key.pem", "ca-cert.pem"] {
+        let from = scene.files.scratch.join("a").join(file);
+        fs::copy(from, scene.path("a", "etc").join(file)).unwrap();
+    }
+    let mut enable = words("libvirt enable --qemu-conf /none --users root");
+    enable.args(["--peer", &format!("{peer}=c.test")]);
+    let refused = finish(scene.command("a", &enable));
+    assert_eq!(refused.code, 1, "{refused:?}");
+    let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert_eq!(after, own);
+    assert_eq!(scene.reserved("a"), "");
+    assert!(!scene.rules("a").contains("inet dunlin"));
+}
+
+/// For example GlusterFS, which uses ports from 49152 on.
+#[test]
+fn enable_refuses_if_another_program_listens_on_the_ports() {
+    let Some(scene) = Scene::new() else { return };
+    let held = scene.a.run(|| std::net::TcpListener::bind("0.0.0.0:49153"));
+    let held = held.unwrap().unwrap();
+    let refused = scene.enable("a", "");
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.err.contains("49153"), "{}", refused.err);
+    assert!(!scene.path("a", "etc/tunnel.toml").exists());
+    drop(held);
+    assert_eq!(scene.enable("a", "").code, 0);
+}
