@@ -63,6 +63,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
         listen: Listen::Unix(place.clone()),
         lanes: Some(3),
         once: false,
+        access: None,
     };
     let listener = near.open(&demand).unwrap();
 
