@@ -55,5 +55,6 @@ pub use options::{Hook, Options};
 pub use record::Owner;
 pub use recorded::{Recorded, recorded};
 pub use session::{Session, Status, clean_up};
+pub use sockets::connections;
 pub use tables::AssociationStatus;
 pub use xfrm::Counters;

@@ -14,8 +14,12 @@ const SILENT: [u8; 3] = [6, 7, 10];
 /// to a port and no longer have a connection (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
-/// Returns all connections that may still send data, including connections that no process owns.
-pub(super) fn connections() -> Result<Vec<TcpConnection>, IpsecError> {
+/// Returns the TCP connections of the calling thread's network namespace that may still send data,
+/// including connections that no process owns.
+///
+/// # Errors
+/// Neither netlink nor procfs lists them.
+pub fn connections() -> Result<Vec<TcpConnection>, IpsecError> {
     let active = (TcpConnection::ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
     let states = active.fold(0, |all, state| all | 1 << state);
     tcp_connections(states).or_else(|_| by_procfs())

@@ -14,18 +14,22 @@ const ATTEMPTS: usize = 4;
 
 /// A connection of this host. An IPv4 address has IPv4 form regardless of the socket's family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TcpConnection {
-    pub(crate) local: SocketAddr,
-    pub(crate) peer: SocketAddr,
+pub struct TcpConnection {
+    /// This host's address and port.
+    pub local: SocketAddr,
+    /// The other side's address and port.
+    pub peer: SocketAddr,
     /// A number of include/net/tcp_states.h.
-    pub(crate) state: u8,
+    pub state: u8,
 }
 
 impl TcpConnection {
-    pub(crate) const ESTABLISHED: u8 = 1;
+    /// The state of [`Self::is_established`].
+    pub const ESTABLISHED: u8 = 1;
 
     /// Whether its handshake is complete and neither side has closed it.
-    pub(crate) fn is_established(&self) -> bool {
+    #[must_use]
+    pub fn is_established(&self) -> bool {
         self.state == Self::ESTABLISHED
     }
 }
