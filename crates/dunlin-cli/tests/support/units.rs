@@ -30,7 +30,7 @@ impl Units {
             fs::write(scratch.join(&name), text).unwrap();
             count += 1;
         }
-        assert_eq!(count, 5);
+        assert_eq!(count, 7);
         Self(scratch)
     }
 
