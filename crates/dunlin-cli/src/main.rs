@@ -20,6 +20,7 @@ mod log;
 mod options;
 mod pki;
 mod process;
+mod redirect;
 mod service;
 mod sessions;
 mod state;
@@ -69,6 +70,9 @@ enum Command {
     /// Carry other hypervisors' migration connections over encrypted lanes, transparently.
     #[command(subcommand)]
     Tunnel(tunnel::Command),
+    /// Lead a toolstack's migrations into the tunnel, by rules of the packet filter.
+    #[command(subcommand)]
+    Redirect(redirect::Command),
     /// Pass sockets with kernel TLS to programs that do not implement TLS.
     #[command(subcommand)]
     Handoff(handoff::Command),
@@ -129,6 +133,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Explain(explain) => explain.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Tunnel(command) => tunnel::run(&command),
+        Command::Redirect(command) => redirect::run(&command),
         Command::Handoff(command) => handoff::run(&command),
         Command::Ipsec(command) => ipsec::run(&command),
         Command::Libvirt(command) => libvirt::run(&command),

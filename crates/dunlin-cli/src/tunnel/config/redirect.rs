@@ -1,5 +1,5 @@
-//! Redirects in the configuration: port ranges of a toolstack at its peers, whose connections the
-//! tunnel carries. `crate::redirect` makes the packet filter's rules from them.
+//! Redirects in the configuration: the tunnel carries a toolstack's connections to a range of ports
+//! of its peers. `crate::redirect` makes the packet filter's rules from them.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -30,6 +30,7 @@ const LONGEST_PLAIN: Duration = Duration::days(90);
 /// Connections of local users to ports of peers, which the tunnel carries; and what the peers send
 /// in the same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "the tunnel will use the other fields")]
 pub(crate) struct Redirect {
     pub(crate) name: String,
     /// The same ports here and at the peers.
@@ -50,7 +51,7 @@ pub(crate) struct Redirect {
 /// A peer of a redirect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RedirectPeer {
-    /// An address in canonical form, or a host name, which stands for all of its addresses.
+    /// An address in canonical form, or a host name, which means all of its addresses.
     pub(crate) host: String,
     /// A name or pin of the peer's certificate.
     pub(crate) identity: String,

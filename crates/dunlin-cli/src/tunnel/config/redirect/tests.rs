@@ -6,7 +6,7 @@ use std::path::Path;
 use super::super::Config;
 use super::*;
 
-/// A file with redirects and no route; `UNTIL` stands for a date.
+/// A file with redirects and no route; a date replaces `UNTIL`.
 const GOOD: &str = r#"
 listen = "0.0.0.0:18300"
 identity = "/etc/dunlin"

@@ -1,0 +1,68 @@
+//! Established connections that the rules concern.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::SocketAddr;
+
+use anyhow::Result;
+use dunlin_ipsec::connections;
+use dunlin_ipsec::sock_diag::TcpConnection;
+
+use super::peers::Addressed;
+
+/// The first ephemeral port, if the kernel does not report it (ip(7)).
+const FIRST_EPHEMERAL: u16 = 32768;
+
+/// The established connections of this host's network namespace.
+pub(super) fn established() -> Result<Vec<TcpConnection>> {
+    let mut all = connections()?;
+    all.retain(TcpConnection::is_established);
+    Ok(all)
+}
+
+/// This host's ends of the connections that the rules have redirected to the tunnel's listener at
+/// `port`.
+pub(super) fn redirected(all: &[TcpConnection], port: u16) -> BTreeSet<SocketAddr> {
+    let at_listener =
+        |one: &&TcpConnection| one.local.ip().is_loopback() && one.local.port() == port;
+    let accepted = all.iter().filter(at_listener);
+    accepted.map(|one| one.peer).collect()
+}
+
+/// Connections between this host and a peer on the redirects' ports that do not go through the
+/// tunnel. The other port is ephemeral: a connection of this host from an ephemeral port that
+/// happens to be in the range, to an ssh server for example, is not meant.
+pub(super) fn unprotected(
+    all: &[TcpConnection],
+    redirects: &[Addressed],
+    port: u16,
+) -> Vec<TcpConnection> {
+    let first = first_ephemeral();
+    let redirected = redirected(all, port);
+    let concerns = |one: &TcpConnection| {
+        redirects.iter().any(|to| {
+            let ports = to.redirect.ports;
+            let pair = |ours: u16, other: u16| ports.contains(ours) && other >= first;
+            to.addresses.contains_key(&one.peer.ip())
+                && (pair(one.peer.port(), one.local.port())
+                    || pair(one.local.port(), one.peer.port()))
+        })
+    };
+    let mut found = all.to_vec();
+    found.retain(|one| {
+        concerns(one) && one.local.ip() != one.peer.ip() && !redirected.contains(&one.local)
+    });
+    found
+}
+
+fn first_ephemeral() -> u16 {
+    let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
+    let range = range.unwrap_or_default();
+    let first = range.split_whitespace().next();
+    first
+        .and_then(|port| port.parse().ok())
+        .unwrap_or(FIRST_EPHEMERAL)
+}
+
+#[cfg(test)]
+mod tests;

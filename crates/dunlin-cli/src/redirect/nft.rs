@@ -1,0 +1,104 @@
+//! The program nft(8), which installs and lists rules. Rules are text because operators read them,
+//! and because the kernel's own form (netlink) would need a translation of our own.
+
+use std::env;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::Value;
+
+use super::rules::TABLE;
+use crate::text::clean_lines;
+
+/// Directories that the path of unprivileged users lacks.
+const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
+
+/// Runs a transaction.
+pub(super) fn load(text: &str) -> Result<()> {
+    run(&["-f", "-"], text)?.map_err(|said| explained(&said))?;
+    Ok(())
+}
+
+/// Deletes the table; returns whether there was one.
+pub(super) fn delete() -> Result<bool> {
+    if list()?.is_none() {
+        return Ok(false);
+    }
+    load(&format!("table {TABLE}\ndelete table {TABLE}\n"))?;
+    Ok(true)
+}
+
+/// The table in nft's JSON; `None` if there is none.
+pub(super) fn list() -> Result<Option<Value>> {
+    let arguments = ["-j", "list", "table", "inet", "dunlin"];
+    match run(&arguments, "")? {
+        Ok(out) => serde_json::from_str(&out)
+            .map(Some)
+            .context("nft printed no JSON (at fault: this side): update the package nftables"),
+        Err(said) if said.contains("No such file or directory") => Ok(None),
+        Err(said) => Err(explained(&said)),
+    }
+}
+
+/// Runs nft with an input; returns its output, or its messages if it failed.
+fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
+    let mut child = Command::new(program()?)
+        .args(arguments)
+        // Messages are compared, and times are printed in the local time zone.
+        .env("LC_ALL", "C")
+        .env("TZ", "UTC")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot start nft")?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // nft reads all of its input before it prints. If it fails earlier, its messages say why.
+        let _ = stdin.write_all(input.as_bytes());
+    }
+    let done = child.wait_with_output().context("cannot run nft")?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ok(match done.status.success() {
+        true => Ok(text(&done.stdout)),
+        false => Err(text(&done.stderr)),
+    })
+}
+
+fn program() -> Result<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let directories = env::split_paths(&path).chain(SBIN.map(PathBuf::from));
+    let mut programs = directories.map(|directory| directory.join("nft"));
+    programs
+        .find(|program| program.is_absolute() && program.is_file())
+        .ok_or_else(|| {
+            anyhow!(
+                "program nft not found in PATH, {} (at fault: this side): install the package \
+                 nftables",
+                SBIN.join(", ")
+            )
+        })
+}
+
+/// nft's messages with the cause and the remedy.
+fn explained(said: &str) -> anyhow::Error {
+    let has = |part: &str| said.contains(part);
+    let advice = if has("not permitted") {
+        "nft needs root or CAP_NET_ADMIN (at fault: this side)"
+    } else if has("JSON support") {
+        "this nft has no JSON (at fault: this side): install one with JSON support"
+    } else if has("User does not exist") {
+        "a user in users does not exist on this host (at fault: configuration): install the \
+         toolstack first, or remove the user"
+    } else if has("cache initialization failed") || has("Netlink socket") {
+        "the kernel has no nf_tables (at fault: kernel): load the module nf_tables, or use a \
+         kernel with CONFIG_NF_TABLES and CONFIG_NF_TABLES_INET"
+    } else if has("Could not process rule") {
+        "the kernel rejected the rules (at fault: kernel): they need Linux 5.4 and the modules \
+         nft_chain_nat, nft_redir, nft_fib_inet and nft_reject_inet"
+    } else {
+        "nft failed (at fault: this side)"
+    };
+    anyhow!("{advice}; nft: {}", clean_lines(said.trim()))
+}

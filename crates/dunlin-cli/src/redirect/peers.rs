@@ -1,0 +1,91 @@
+//! The addresses of a redirect's peers.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use dunlin_lane::resolve::host;
+use dunlin_linux::poll::waker;
+
+use crate::tunnel::Redirect;
+
+/// Time limit for the lookup of one name. It is short, because `watch` looks names up between two
+/// results, and a result is valid for 30 s.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
+
+/// A redirect and the addresses of its peers.
+#[derive(Clone, Debug)]
+pub(super) struct Addressed {
+    pub(super) redirect: Redirect,
+    /// Each address, and the identity of the peer with this address.
+    pub(super) addresses: BTreeMap<IpAddr, String>,
+}
+
+/// The error of a name that cannot be looked up, unlike that of a configuration with a mistake.
+#[derive(Debug)]
+pub(super) struct Unresolved(String);
+
+impl fmt::Display for Unresolved {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Unresolved {}
+
+/// Looks up the addresses of all peers.
+pub(super) fn addressed(redirects: Vec<Redirect>) -> Result<Vec<Addressed>> {
+    redirects.into_iter().map(Addressed::of).collect()
+}
+
+impl Addressed {
+    fn of(redirect: Redirect) -> Result<Self> {
+        let mut addresses = BTreeMap::new();
+        for peer in &redirect.peers {
+            for address in look_up(&redirect.name, &peer.host)? {
+                let before = addresses.insert(address, peer.identity.clone());
+                if let Some(other) = before.filter(|other| *other != peer.identity) {
+                    bail!(
+                        "redirect {}: {address} is an address of {} and of another peer (at \
+                         fault: configuration), with different identities, {} and {other}: \
+                         write addresses in peers",
+                        redirect.name,
+                        peer.host,
+                        peer.identity
+                    );
+                }
+            }
+        }
+        let plain = redirect.plain.iter().flat_map(|plain| &plain.from);
+        for address in plain {
+            if addresses.contains_key(address) {
+                bail!(
+                    "redirect {}: {address} in plain_from is an address of a peer (at fault: \
+                     configuration): remove it from plain_from when its tunnel runs",
+                    redirect.name
+                );
+            }
+        }
+        Ok(Self {
+            redirect,
+            addresses,
+        })
+    }
+}
+
+/// All addresses of a host.
+fn look_up(redirect: &str, name: &str) -> Result<Vec<IpAddr>> {
+    let (_never, stop) = waker()?;
+    let found = match host(name, 0, Instant::now() + LOOKUP_LIMIT, &stop) {
+        Ok(found) => found,
+        Err(error) => bail!(Unresolved(format!(
+            "redirect {redirect}: peer {name} has no address (at fault: network): {error}; write \
+             the peer's addresses in peers, or a line in /etc/hosts, which needs no name server \
+             when the host boots"
+        ))),
+    };
+    let addresses = found.into_iter().map(|at| at.ip().to_canonical());
+    Ok(addresses.collect())
+}

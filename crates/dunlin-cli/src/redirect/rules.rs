@@ -1,0 +1,156 @@
+//! The text of the rules, in the language of nft(8). Pure: the same redirects and addresses yield
+//! the same text.
+//!
+//! ```text
+//!  a local user's SYN ─▶ nat_output: to the tunnel's listener, for the configured users
+//!                        output: any other SYN to the peers is reset
+//!  a routed SYN       ─▶ forward: the same, for containers and virtual machines
+//!  a SYN of the wire  ─▶ input: reset, except from the peers of plain_from
+//! ```
+//!
+//! All rules match only SYNs, because the ports are ephemeral ports on other hosts: replies to them
+//! pass, and so do established connections. That includes the redirect: a NAT chain sees only the
+//! first packet of a connection, but for a connection older than the rules that is any packet
+//! (`nf_conntrack_tcp_loose`).
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::net::IpAddr;
+
+use sha2::{Digest, Sha256};
+use time::Time;
+
+use super::peers::Addressed;
+use crate::tunnel::Redirect;
+
+/// The family and the name of the table.
+pub(super) const TABLE: &str = "inet dunlin";
+/// How the comment with the digest begins.
+pub(super) const MARK: &str = "dunlin redirect ";
+
+/// The rules of a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Rules {
+    /// A transaction for `nft -f`, which replaces the table.
+    pub(super) text: String,
+    /// SHA-256 of the rules, in hexadecimal. The table contains it.
+    pub(super) digest: String,
+}
+
+/// The rules for these redirects; `port` is that of the tunnel's listener for redirected
+/// connections.
+pub(super) fn rules(redirects: &[Addressed], port: u16) -> Rules {
+    let chains = chains(redirects, port, "");
+    let digest = Sha256::digest(chains.as_bytes());
+    let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let chains = self::chains(redirects, port, &digest);
+    // The first line makes the second one valid if there is no table.
+    let text = format!(
+        "table {TABLE}\n\
+         delete table {TABLE}\n\
+         table {TABLE} {{\n\
+         \tcomment \"{MARK}{digest}\"\n\
+         {chains}}}\n"
+    );
+    Rules { text, digest }
+}
+
+/// The chains. The comment of the first rule of `input` contains the digest too, because nft's JSON
+/// does not contain comments of tables.
+fn chains(redirects: &[Addressed], port: u16, digest: &str) -> String {
+    let all = |rules: &dyn Fn(&Addressed) -> String| -> String {
+        let rules: Vec<_> = redirects.iter().map(rules).collect();
+        rules.concat()
+    };
+    let redirect = all(&|to| {
+        let users: Vec<_> = to.redirect.users.iter().map(|user| quoted(user)).collect();
+        let users = format!("meta skuid {{ {} }} ", users.join(", "));
+        to_peers(to, &users, &format!("redirect to :{port}"), "redirected")
+    });
+    let reject = all(&|to| to_peers(to, "", RESET, "rejected"));
+    let from_wire = all(&from_wire);
+    // Connections of this host to its own addresses reach no peer. One configuration with the
+    // addresses of all hosts therefore serves each of them.
+    let local = "\t\tfib daddr type local return\n";
+    let mark = format!("\t\tiif \"lo\" accept comment \"{MARK}{digest}\"\n");
+    let mut text = String::new();
+    for (name, hook, first, rules) in [
+        // The priority of destination NAT. nft 1.0.6 accepts its name only in other hooks.
+        (
+            "nat_output",
+            "nat hook output priority -100",
+            local,
+            &redirect,
+        ),
+        ("output", "filter hook output priority 0", local, &reject),
+        ("forward", "filter hook forward priority 0", "", &reject),
+        ("input", "filter hook input priority 0", &mark, &from_wire),
+    ] {
+        let _ = write!(
+            text,
+            "\n\tchain {name} {{\n\t\ttype {hook}; policy accept;\n{first}{rules}\t}}\n"
+        );
+    }
+    text
+}
+
+/// A connection's first segment.
+const SYN: &str = "tcp flags & (syn | ack) == syn";
+/// Not a drop: the toolstack's error then comes at once instead of after minutes.
+const RESET: &str = "reject with tcp reset";
+
+/// Rules for connections to the peers, one for each address family.
+fn to_peers(to: &Addressed, users: &str, verdict: &str, what: &str) -> String {
+    let Redirect { name, ports, .. } = &to.redirect;
+    let mut text = String::new();
+    for (family, is_ipv4) in [("ip", true), ("ip6", false)] {
+        let of_family = to.addresses.keys().filter(|one| one.is_ipv4() == is_ipv4);
+        let addresses: Vec<String> = of_family.map(ToString::to_string).collect();
+        if !addresses.is_empty() {
+            let addresses = addresses.join(", ");
+            let _ = writeln!(
+                text,
+                "\t\t{users}{family} daddr {{ {addresses} }} tcp dport {ports} {SYN} counter \
+                 {verdict} comment \"{name} {what}\""
+            );
+        }
+    }
+    text
+}
+
+/// Rules for connections from the wire.
+fn from_wire(to: &Addressed) -> String {
+    let Redirect { name, ports, .. } = &to.redirect;
+    let mut text = String::new();
+    if let Some(plain) = &to.redirect.plain {
+        // The end of the last day. The kernel compares it with its clock, so that no process has to
+        // run then.
+        let end = plain.until.next_day().unwrap_or(plain.until);
+        let end = end.with_time(Time::MIDNIGHT).assume_utc().unix_timestamp();
+        let from: BTreeSet<&IpAddr> = plain.from.iter().collect();
+        for address in from {
+            let family = if address.is_ipv4() { "ip" } else { "ip6" };
+            let _ = writeln!(
+                text,
+                "\t\t{family} saddr {address} tcp dport {ports} {SYN} meta time < {end} counter \
+                 accept comment \"{name} plain {address}\""
+            );
+        }
+    }
+    let _ = writeln!(
+        text,
+        "\t\ttcp dport {ports} {SYN} counter {RESET} comment \"{name} rejected\""
+    );
+    text
+}
+
+/// A user for nft. Names may contain characters that have a meaning there.
+fn quoted(user: &str) -> String {
+    match user.parse::<u32>() {
+        Ok(_) => user.to_owned(),
+        Err(_) => format!("\"{user}\""),
+    }
+}
+
+#[cfg(test)]
+mod tests;

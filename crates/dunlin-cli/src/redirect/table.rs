@@ -1,0 +1,179 @@
+//! The table as nft lists it, and comparisons of two lists.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::nft;
+use super::rules::MARK;
+
+/// The table in force.
+#[derive(Clone, Debug)]
+pub(super) struct Table {
+    /// The version of nft. Versions list the same table differently.
+    version: String,
+    objects: Vec<Value>,
+}
+
+/// A table without what changes while it is in force: counters and handles. The last `apply` keeps
+/// that of its table, because nft lists rules in another form than it reads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    version: String,
+    objects: Vec<Value>,
+}
+
+/// Packets that matched the rules of one redirect. A connection counts once as redirected or plain;
+/// a rejected program may retry and count several times.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Counters {
+    pub(super) redirected: u64,
+    /// Connections of other local users to the peers.
+    pub(super) rejected_output: u64,
+    /// Connections that this host routes to the peers.
+    pub(super) rejected_forward: u64,
+    /// Connections from the wire.
+    pub(super) rejected_input: u64,
+    /// Connections in the clear, for each address in `plain_from`.
+    pub(super) plain: BTreeMap<String, u64>,
+}
+
+impl Table {
+    /// The table in force; `None` if there is none.
+    pub(super) fn live() -> Result<Option<Self>> {
+        Ok(nft::list()?.map(|json| Self::of(&json)))
+    }
+
+    fn of(json: &Value) -> Self {
+        let mut objects = json["nftables"].as_array().cloned().unwrap_or_default();
+        let mut version = String::new();
+        objects.retain(|object| match object["metainfo"]["version"].as_str() {
+            Some(found) => {
+                version = found.to_owned();
+                false
+            }
+            None => true,
+        });
+        Self { version, objects }
+    }
+
+    /// The digest of the rules that were applied.
+    pub(super) fn digest(&self) -> Option<&str> {
+        let mut comments = self.rules().filter_map(|rule| rule["comment"].as_str());
+        comments.find_map(|comment| comment.strip_prefix(MARK))
+    }
+
+    /// The port of the tunnel's listener for redirected connections.
+    pub(super) fn redirect_port(&self) -> Option<u16> {
+        let mut ports = self.rules().filter_map(|rule| {
+            let expressions = rule["expr"].as_array()?;
+            let mut ports = expressions
+                .iter()
+                .filter_map(|one| one["redirect"]["port"].as_u64());
+            ports.next()
+        });
+        ports.next().and_then(|port| u16::try_from(port).ok())
+    }
+
+    pub(super) fn record(&self) -> Record {
+        let mut objects = self.objects.clone();
+        objects.iter_mut().for_each(strip);
+        Record {
+            version: self.version.clone(),
+            objects,
+        }
+    }
+
+    /// The counters of each redirect.
+    pub(super) fn counters(&self) -> BTreeMap<String, Counters> {
+        let mut all: BTreeMap<String, Counters> = BTreeMap::new();
+        for rule in self.rules() {
+            let mut words = rule["comment"].as_str().unwrap_or_default().split(' ');
+            let (Some(name), Some(what)) = (words.next(), words.next()) else {
+                continue;
+            };
+            let expressions = rule["expr"].as_array().into_iter().flatten();
+            let mut packets = expressions.filter_map(|one| one["counter"]["packets"].as_u64());
+            let Some(packets) = packets.next() else {
+                continue;
+            };
+            let counters = all.entry(name.to_owned()).or_default();
+            match (what, rule["chain"].as_str()) {
+                ("redirected", _) => counters.redirected += packets,
+                ("rejected", Some("output")) => counters.rejected_output += packets,
+                ("rejected", Some("forward")) => counters.rejected_forward += packets,
+                ("rejected", Some("input")) => counters.rejected_input += packets,
+                ("plain", _) => {
+                    let address = words.next().unwrap_or_default().to_owned();
+                    counters.plain.insert(address, packets);
+                }
+                _ => {}
+            }
+        }
+        all
+    }
+
+    fn rules(&self) -> impl Iterator<Item = &Value> {
+        let rules = self.objects.iter().map(|object| &object["rule"]);
+        rules.filter(|rule| rule.is_object())
+    }
+}
+
+impl Record {
+    /// How `live` differs from this record; `None` if it does not.
+    pub(super) fn difference(&self, live: &Self) -> Option<String> {
+        if self == live {
+            return None;
+        }
+        if self.version != live.version {
+            return Some(format!(
+                "nft was changed from version {} to {} since the last `dunlin redirect apply`",
+                self.version, live.version
+            ));
+        }
+        let missing = self.objects.iter().find(|one| !live.objects.contains(one));
+        let added = live.objects.iter().find(|one| !self.objects.contains(one));
+        Some(match (missing, added) {
+            (Some(missing), _) => format!("{} is missing or was changed", named(missing)),
+            (None, Some(added)) => format!("{} was added", named(added)),
+            (None, None) => "the order of the rules was changed".to_owned(),
+        })
+    }
+}
+
+/// An object of a list, for messages.
+fn named(object: &Value) -> String {
+    let rule = &object["rule"];
+    if let Some(chain) = rule["chain"].as_str() {
+        let comment = rule["comment"].as_str().unwrap_or("without a comment");
+        return format!("a rule ({comment}) of chain {chain}");
+    }
+    match object["chain"]["name"].as_str() {
+        Some(chain) => format!("chain {chain}"),
+        None => "the table's description".to_owned(),
+    }
+}
+
+/// Removes handles and counters, and sorts sets.
+fn strip(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.remove("handle");
+            for (key, value) in map.iter_mut() {
+                strip(value);
+                match (&**key, value) {
+                    ("counter", value) => *value = Value::Null,
+                    ("set", Value::Array(set)) => set.sort_by_key(Value::to_string),
+                    _ => {}
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(strip),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests;
