@@ -27,6 +27,7 @@ use support::process::Process;
 use support::{Done, finish};
 use units::Units;
 
+/// Claim H12 of docs/security.
 #[test]
 fn i6_only_the_users_connections_are_redirected_and_all_others_stay_here() {
     let Some(net) = Net::new() else { return };
@@ -60,6 +61,7 @@ fn i6_only_the_users_connections_are_redirected_and_all_others_stay_here() {
     assert_eq!(counters["rejected_input"], 0, "{shown}");
 }
 
+/// Claim N15 of docs/security.
 #[test]
 fn i6_routed_connections_and_those_from_the_wire_are_rejected() {
     let Some(net) = Net::new() else { return };
@@ -308,6 +310,7 @@ const CHANGES: [(&str, bool); 6] = [
     ("add chain inet dunlin more", false),
 ];
 
+/// Claim H14 of docs/security.
 #[test]
 fn every_change_of_the_rules_is_noticed() {
     let Some(net) = Net::new() else { return };

@@ -196,6 +196,7 @@ fn connections_to_one_peer_arrive_in_their_order() {
     }
 }
 
+/// Claim H13 of docs/security.
 #[test]
 fn a_connection_that_was_not_redirected_is_refused_and_shown_by_status() {
     let Some(scene) = Scene::new() else { return };
@@ -218,6 +219,8 @@ fn a_connection_that_was_not_redirected_is_refused_and_shown_by_status() {
 }
 
 /// While the tunnel is stopped, the rules stay, and nothing leaves the host in the clear.
+///
+/// Claim N15 of docs/security.
 #[test]
 fn a_stopped_tunnel_refuses_and_leaks_nothing() {
     let Some(mut scene) = Scene::new() else {

@@ -330,6 +330,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     wait_until("the sealed lane", || far.status()[0].lanes == 1);
 }
 
+/// Claim P24 of docs/security.
 #[test]
 fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     let ipsec = Arc::new(Ipsec::default());
@@ -495,6 +496,8 @@ fn i6_a_control_lane_is_resumed_with_no_other_host() {
 }
 
 /// Each violation ends the trunk of the peer that commits it, but no channel of another peer.
+///
+/// Claim P23 of docs/security.
 #[test]
 fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -600,6 +603,7 @@ fn i8_threads_of_aborted_channels_are_limited_while_their_target_is_silent() {
     assert!(connecting() <= most, "{} threads", connecting());
 }
 
+/// Claim P24 of docs/security.
 #[test]
 fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
     let pair = Pair::start(&Setup::default());
@@ -622,6 +626,8 @@ fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
 
 /// A control lane has a thread until its handshake has ended. A peer with too many handshakes is
 /// refused, and other peers are not.
+///
+/// Claim P24 of docs/security.
 #[test]
 fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
@@ -648,6 +654,8 @@ fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
 
 /// A channel's parameter becomes part of the path of the far socket. A value that is not a plain
 /// name is refused, and the next channel opens.
+///
+/// Claim P22 of docs/security.
 #[test]
 fn i7_a_parameter_from_the_wire_fills_its_placeholder_and_reaches_no_other_path() {
     let pair = Pair::start(&Setup::default());

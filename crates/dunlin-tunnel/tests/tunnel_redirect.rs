@@ -99,6 +99,7 @@ fn a_channel_reaches_the_port_that_it_names_at_the_first_address_that_accepts() 
     assert_eq!(&read, b"memory");
 }
 
+/// Claim P22 of docs/security.
 #[test]
 fn i7_an_authorised_peer_reaches_no_port_outside_the_range() {
     let authority = Authority::new();
