@@ -57,11 +57,7 @@ impl Scene {
         let near = Tunnel::start(&hosts, "near", &config);
         let confined = near.wait_for("confined");
         assert!(confined.contains("seccomp"), "{confined}");
-        Self {
-            hosts,
-            near,
-            far,
-        }
+        Self { hosts, near, far }
     }
 
     fn ask(&self, line: &str) -> Command {

@@ -54,7 +54,15 @@ impl Conduit {
     /// splice(2). A kernel TLS socket returns `EINVAL` at a record that is not application data and
     /// leaves it in the socket.
     pub fn take(&mut self, from: impl AsFd) -> io::Result<usize> {
-        let count = splice(&from, &self.writer, PIPE_BYTES)?;
+        self.take_at_most(from, PIPE_BYTES)
+    }
+
+    /// As [`Conduit::take`], but moves at most `bytes` bytes.
+    ///
+    /// # Errors
+    /// As [`Conduit::take`].
+    pub fn take_at_most(&mut self, from: impl AsFd, bytes: usize) -> io::Result<usize> {
+        let count = splice(&from, &self.writer, bytes.min(PIPE_BYTES))?;
         self.held += count;
         Ok(count)
     }

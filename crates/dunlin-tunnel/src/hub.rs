@@ -29,6 +29,7 @@ use super::channels::Channels;
 use super::event::Event;
 use super::failure::Failure;
 use super::piece::{Piece, Pool};
+use super::rate::Pacer;
 use super::site::Site;
 use super::socket::Socket;
 use super::status::Status;
@@ -49,6 +50,8 @@ pub(super) struct Hub {
     /// The number of the peer's lanes that are being admitted.
     pub(super) admitting: Arc<AtomicUsize>,
     pub(super) pool: Arc<Pool>,
+    /// The limit of the rate at which this side sends to the peer.
+    pub(super) pacer: Arc<Pacer>,
     /// Sockets to read from, watched by the lanes' threads.
     pub(super) reads: WatchedSockets,
     /// Sockets that the poller watches because they were full or may fail.
@@ -86,6 +89,8 @@ pub(super) struct Core {
     /// Handles that cancel the dials of this side.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
     pub(super) senders: Senders,
+    /// Channels that a rate limit delays, each with the time at which it may be read again.
+    pub(super) delayed: Vec<(Instant, u32)>,
     /// The number of threads that connect to targets. A thread may continue to connect for a while
     /// after the peer has aborted its channel.
     pub(super) connecting: usize,
@@ -262,6 +267,7 @@ impl Hub {
         trunk.control_up(0);
         Ok(Arc::new(Self {
             site: Arc::clone(site),
+            pacer: site.pacer_of(&terms.peer),
             terms,
             acceptor,
             admitting: Arc::default(),
@@ -278,6 +284,7 @@ impl Hub {
                 cutters: BTreeMap::new(),
                 dials: BTreeMap::new(),
                 senders: Senders::default(),
+                delayed: Vec::new(),
                 connecting: 0,
                 starts: Vec::new(),
                 talker: Talker::Runs,
@@ -542,6 +549,7 @@ impl Hub {
             lanes: core.cutters.len(),
             held_bytes: usage.held,
             unacknowledged_bytes: usage.unacknowledged,
+            rate: self.pacer.rate(),
             refused: admitted.err().map(|refused| refused.to_string()),
         }
     }

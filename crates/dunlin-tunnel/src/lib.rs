@@ -38,7 +38,7 @@
 //!   `channels`: the connections of a trunk, and how each ends.
 //! - `relay`: channels that are not striped; each has its own TLS connection, to any program.
 //! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
-//!   sockets. `meter` and `counted`: counters. `threads`: threads that are joined.
+//!   sockets. `meter` and `counted`: counters. `rate`: limits of rates. `threads`: threads that are joined.
 //!
 //! A trunk has these threads: the talker, the reader of the control lane, the poller for slow
 //! consumers, and one per lane and direction.
@@ -63,6 +63,7 @@ mod options;
 mod parameter;
 mod piece;
 mod port;
+mod rate;
 mod reached;
 mod receive;
 mod redirect;
@@ -90,7 +91,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::observe::Observer;
 
-use dunlin_lane::peers::Peers;
+use dunlin_lane::peers::{Peer, Peers};
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
@@ -108,15 +109,15 @@ pub use options::{
     BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
     Routes, WINDOW_BYTES,
 };
-pub use probe::{MAX_PROBE_BYTES, Probe};
-pub use route::{Listen, Ports, RelayExit, Target};
+pub use rate::LEAST_RATE;
+pub use route::{Listen, RelayExit, Target};
 pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
 use carriers::Carriers;
 use entrance::EntranceListener;
-use redirect::RedirectListener;
+use rate::Rates;
 use relay::Relays;
 use site::Site;
 use threads::Worker;
@@ -326,6 +327,27 @@ impl Tunnel {
         self.site.raise_lanes(&to, lanes);
         self.carriers.trunks.raise_lanes(&to, lanes);
         Ok(listener)
+    }
+
+    /// Limits the rate at which this side sends on a route, in bytes per second, until the routes are
+    /// replaced. `None` removes the limit.
+    ///
+    /// # Errors
+    /// [`DemandError::Route`]: the configuration has no such route.
+    pub fn set_rate(&self, route: &str, bytes_per_s: Option<u64>) -> Result<(), DemandError> {
+        if !self.site.has_route(route) {
+            let route = route.to_owned();
+            return Err(DemandError::Route { route });
+        }
+        let change = |rates: &mut Rates| rates.set_route(route, bytes_per_s);
+        self.site.change_rates(change);
+        Ok(())
+    }
+
+    /// Limits the rate at which this side sends to a peer, as [`Tunnel::set_rate`] does for a route.
+    pub fn set_peer_rate(&self, peer: &Peer, bytes_per_s: Option<u64>) {
+        self.site
+            .change_rates(|rates| rates.set_peer(peer, bytes_per_s));
     }
 
     /// The listeners that [`Tunnel::open`] opened and that have not ended.

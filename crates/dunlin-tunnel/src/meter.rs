@@ -4,9 +4,14 @@ use dunlin_lane::sync::lock;
 use std::sync::{Arc, Mutex};
 
 use super::failure::Failure;
+use super::rate::Pacer;
 
-/// A route's counters.
-pub(super) type Meter = Mutex<Traffic>;
+/// A route's counters, and the limit of its rate.
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    pub(super) traffic: Mutex<Traffic>,
+    pub(super) pacer: Pacer,
+}
 
 /// A route's traffic since the tunnel started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,7 +54,7 @@ pub(super) struct Count {
 
 impl Count {
     pub(super) fn new(meter: Arc<Meter>, tally: Option<Arc<dyn Tally>>) -> Self {
-        lock(&meter).open += 1;
+        lock(&meter.traffic).open += 1;
         if let Some(tally) = &tally {
             tally.begins();
         }
@@ -61,11 +66,16 @@ impl Count {
     }
 
     pub(super) fn read(&self, bytes: usize) {
-        lock(&self.meter).read_bytes += bytes as u64;
+        lock(&self.meter.traffic).read_bytes += bytes as u64;
     }
 
     pub(super) fn wrote(&self, bytes: usize) {
-        lock(&self.meter).written_bytes += bytes as u64;
+        lock(&self.meter.traffic).written_bytes += bytes as u64;
+    }
+
+    /// The limit of the route's rate.
+    pub(super) fn pacer(&self) -> &Pacer {
+        &self.meter.pacer
     }
 
     /// Reports how the connection ends. A worse ending replaces a better one. Of two failures the
@@ -95,7 +105,7 @@ pub(super) enum Ending {
 impl Drop for Count {
     fn drop(&mut self) {
         let ending = lock(&self.ending).take().unwrap_or(Ending::Badly(None));
-        let mut traffic = lock(&self.meter);
+        let mut traffic = lock(&self.meter.traffic);
         traffic.open -= 1;
         match ending {
             Ending::Well => traffic.closed += 1,

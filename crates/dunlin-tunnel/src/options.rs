@@ -14,8 +14,9 @@ use dunlin_proto::stripe::Timeouts;
 use thiserror::Error;
 
 use super::parameter::{BadParameterTarget, may_be_path};
+use super::rate::Rates;
 use super::route::{Listen, RelayExit, Target};
-use dunlin_lane::peers::Peers;
+use dunlin_lane::peers::{Peer, Peers};
 use dunlin_lane::policy::OldestTls;
 use dunlin_lane::record::RECORD_LIMIT;
 
@@ -72,6 +73,7 @@ pub struct Routes {
     pub(super) entrances: Vec<Entrance>,
     pub(super) exits: Vec<Exit>,
     pub(super) relays: Vec<RelayExit>,
+    pub(super) rates: Rates,
     /// The permissions of unix sockets, by route.
     pub(super) access: BTreeMap<String, FileAccess>,
 }
@@ -201,6 +203,7 @@ impl Routes {
             entrances,
             exits,
             relays: Vec::new(),
+            rates: Rates::default(),
             access: BTreeMap::new(),
         })
     }
@@ -246,6 +249,20 @@ impl Routes {
         }
         self.access.insert(route.to_owned(), access);
         Ok(self)
+    }
+
+    /// Limits the rate at which this side sends on a route, in bytes per second. A rate below
+    /// [`LEAST_RATE`](crate::LEAST_RATE) is raised to it.
+    pub fn with_rate(mut self, route: &str, bytes_per_s: u64) -> Self {
+        self.rates.set_route(route, Some(bytes_per_s));
+        self
+    }
+
+    /// Limits the rate at which this side sends to a peer, on all routes together. If several
+    /// entries apply to a peer, the lowest rate counts.
+    pub fn with_peer_rate(mut self, peer: &Peer, bytes_per_s: u64) -> Self {
+        self.rates.set_peer(peer, Some(bytes_per_s));
+        self
     }
 
     /// The owners that routes give to their sockets.

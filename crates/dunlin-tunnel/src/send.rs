@@ -7,7 +7,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::{Readiness, Ready};
 use dunlin_linux::socket::wait_writable;
@@ -135,8 +135,43 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             break Err(failed(lane, &error));
         }
     };
-    hub.lock().senders.count -= 1;
+    let mut core = hub.lock();
+    core.senders.count -= 1;
+    if core.senders.count == 0 {
+        // No thread remains that would wait for the delayed channels.
+        release(hub, &mut core, None);
+    }
+    drop(core);
     result
+}
+
+/// Watches the sockets of delayed channels again that may be read at `now`, or of all of them.
+/// Returns how long the next one has to wait.
+fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration> {
+    if core.delayed.is_empty() {
+        return None;
+    }
+    let mut delayed = std::mem::take(&mut core.delayed);
+    delayed.retain(|(until, channel)| {
+        let waits = now.is_some_and(|now| *until > now);
+        if !waits {
+            watch_again(hub, *channel, core.channels.socket(*channel));
+        }
+        waits
+    });
+    core.delayed = delayed;
+    let next = core.delayed.iter().map(|(until, _)| *until).min();
+    next.zip(now).map(|(next, now)| next.duration_since(now))
+}
+
+/// Does not read a channel again before `until`.
+fn delay(hub: &Hub, core: &mut Core, channel: u32, until: Instant) {
+    let is_next = core.delayed.iter().all(|(other, _)| *other > until);
+    core.delayed.push((until, channel));
+    if is_next && core.senders.watched {
+        // The thread that watches the sockets would wait for too long.
+        hub.reads.wake();
+    }
 }
 
 /// Waits until the lane has work.
@@ -148,6 +183,7 @@ fn next(
 ) -> (Work<Piece>, Option<Arc<Socket>>) {
     let mut core = hub.lock();
     loop {
+        let delayed = release(hub, &mut core, Some(Instant::now()));
         let work = core.trunk.next(lane, usage, hub.now_ns());
         hub.settle(&mut core);
         match work {
@@ -160,7 +196,7 @@ fn next(
             Work::Wait => {
                 core.senders.watched = true;
                 drop(core);
-                hub.reads.wait(ready, None);
+                hub.reads.wait(ready, delayed);
                 core = hub.lock();
                 core.senders.watched = false;
                 core.senders.woken = false;
@@ -218,17 +254,23 @@ fn read(
 ) -> (Option<(Data, Piece)>, Option<Arc<Socket>>) {
     let most = most.min(PIECE_BYTES);
     let result = match &socket {
-        Some(socket) => scratch.with(|bytes| socket.read(&mut bytes[..most])),
+        Some(socket) => {
+            let most = hub.pacer.limited(socket.pacer().limited(most));
+            scratch.with(|bytes| socket.read(&mut bytes[..most]))
+        }
         None => Err(io::ErrorKind::NotConnected.into()),
     };
     let mut much = false;
     let mut idle = false;
     let mut broken = None;
+    let mut until = None;
     let outcome = match result {
         Ok(0) => Outcome::End,
         Ok(count) => {
-            much = count >= MUCH_BYTES;
-            idle = !much;
+            let spent = socket.as_ref().and_then(|one| one.pacer().spend(count));
+            until = spent.max(hub.pacer.spend(count));
+            much = count >= MUCH_BYTES && until.is_none();
+            idle = !much && until.is_none();
             let whole = std::mem::replace(scratch, hub.pool.take(PIECE_BYTES));
             Outcome::Bytes {
                 length: count as u32,
@@ -252,6 +294,9 @@ fn read(
         hub.fail(&mut core, channel, &error, now_ns);
     }
     let data = core.trunk.read(lane, channel, outcome, now_ns);
+    if let Some(until) = until {
+        delay(hub, &mut core, channel, until);
+    }
     hub.settle(&mut core);
     if much {
         promote(hub, &core);

@@ -17,6 +17,7 @@ use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
+use super::rate::{Pacer, Rates};
 use super::reached::ReachedSockets;
 use super::status::RouteStatus;
 use super::threads::Threads;
@@ -34,6 +35,10 @@ pub(super) struct Site {
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
     routes: Mutex<Routes>,
+    /// The limits in force.
+    rates: Mutex<Rates>,
+    /// The limits of connected peers.
+    peers: Mutex<Vec<(PeerIdentity, Arc<Pacer>)>>,
     /// Counters by route name, for all routes that are or were configured.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// The lane count for each peer address.
@@ -67,6 +72,8 @@ impl Site {
             connector: Arc::new(StandardConnector),
             identities: Mutex::new(identities),
             routes: Mutex::new(routes.clone()),
+            rates: Mutex::new(routes.rates.clone()),
+            peers: Mutex::default(),
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
             reached: ReachedSockets::default(),
@@ -84,6 +91,35 @@ impl Site {
         *lock(&self.identities) = identities;
         *lock(&self.routes) = routes.clone();
         *lock(&self.lanes) = lanes(routes);
+        self.change_rates(|rates| rates.clone_from(&routes.rates));
+    }
+
+    /// Changes the limits of routes and peers, also for open channels.
+    pub(super) fn change_rates(&self, change: impl FnOnce(&mut Rates)) {
+        let mut rates = lock(&self.rates);
+        change(&mut rates);
+        for (route, meter) in lock(&self.meters).iter() {
+            meter.pacer.set_rate(rates.routes.get(route).copied());
+        }
+        for (peer, pacer) in lock(&self.peers).iter() {
+            pacer.set_rate(rates.of_peer(peer));
+        }
+    }
+
+    /// The limit that all channels of a peer share.
+    pub(super) fn pacer_of(&self, peer: &PeerIdentity) -> Arc<Pacer> {
+        let rates = lock(&self.rates);
+        let mut peers = lock(&self.peers);
+        // Only this list refers to the limit of a peer without trunks and relays.
+        peers.retain(|(_, pacer)| Arc::strong_count(pacer) > 1);
+        let principal = peer.principal();
+        if let Some((_, pacer)) = peers.iter().find(|(one, _)| one.is(&principal)) {
+            return Arc::clone(pacer);
+        }
+        let pacer = Arc::<Pacer>::default();
+        pacer.set_rate(rates.of_peer(peer));
+        peers.push((peer.clone(), Arc::clone(&pacer)));
+        pacer
     }
 
     pub(super) fn exit(&self, route: &str) -> Option<Exit> {
@@ -122,17 +158,28 @@ impl Site {
         lock(&self.routes).access(route)
     }
 
+    /// Whether this side has an end of the route.
+    pub(super) fn has_route(&self, route: &str) -> bool {
+        let routes = lock(&self.routes);
+        routes.entrances.iter().any(|one| one.route == route)
+            || routes.exits.iter().any(|one| one.route == route)
+            || routes.relays.iter().any(|one| one.route == route)
+    }
+
     /// The counters of a route.
     pub(super) fn meter(&self, route: &str) -> Arc<Meter> {
+        let rates = lock(&self.rates);
         let mut meters = lock(&self.meters);
-        Arc::clone(meters.entry(route.to_owned()).or_default())
+        let meter = meters.entry(route.to_owned()).or_default();
+        meter.pacer.set_rate(rates.routes.get(route).copied());
+        Arc::clone(meter)
     }
 
     /// The configured routes, and those that still have open connections.
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
         let configured = lock(&self.routes).clone();
-        let redirect_port = configured.redirect_port;
+        let rates = lock(&self.rates).clone();
         for one in configured.entrances {
             let status = routes.entry(one.route).or_default();
             if let (Listen::Redirected { .. }, Some(port)) = (&one.listen, redirect_port) {
@@ -150,7 +197,7 @@ impl Site {
         }
         // A route that was removed and has no open connections starts at zero if it is added again.
         lock(&self.meters).retain(|route, meter| {
-            let traffic = *lock(meter);
+            let traffic = *lock(&meter.traffic);
             if traffic.open > 0 {
                 routes.entry(route.clone()).or_default();
             }
@@ -159,6 +206,7 @@ impl Site {
         });
         for (route, status) in &mut routes {
             status.route.clone_from(route);
+            status.rate = rates.routes.get(route).copied();
         }
         routes.into_values().collect()
     }

@@ -16,6 +16,7 @@ use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_clo
 
 use super::failure::Failure;
 use super::meter::{Count, Ending};
+use super::rate::Pacer;
 
 /// Requested size of a unix socket's send buffer towards the consumer: a piece and the kernel's
 /// overhead. The kernel silently limits it to `net.core.wmem_max`.
@@ -140,6 +141,11 @@ impl Socket {
 
     fn lock_reset(&self) -> MutexGuard<'_, bool> {
         lock(&self.is_reset)
+    }
+
+    /// The limit of the rate at which the route's connections are read.
+    pub(super) fn pacer(&self) -> &Pacer {
+        self.count.pacer()
     }
 
     /// Counts bytes that the kernel has read for this process.

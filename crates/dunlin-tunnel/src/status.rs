@@ -21,6 +21,8 @@ pub struct Status {
     pub held_bytes: u64,
     /// Bytes sent and not acknowledged.
     pub unacknowledged_bytes: u64,
+    /// The limit of the rate at which this side sends to the peer, in bytes per second.
+    pub rate: Option<u64>,
     /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
     pub refused: Option<String>,
 }
@@ -39,6 +41,8 @@ pub struct RouteStatus {
     pub to: Option<String>,
     /// The target, if the route has an exit on this side.
     pub target: Option<Target>,
+    /// The limit of the rate at which this side sends on the route, in bytes per second.
+    pub rate: Option<u64>,
     /// The route's traffic since the tunnel started.
     pub traffic: Traffic,
 }

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
+use dunlin::lane::peers::Peer;
 use dunlin_tunnel::{FileAccess, Parameter};
 
+use super::config::rate::parse_tunnel_rate;
 use super::config::socket::{parse_group, parse_mode, parse_owner};
 use super::control_service::{Request, name_of};
 use super::line::ListenerLine;
@@ -85,6 +87,43 @@ pub(crate) struct Open {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct Set {
+    /// The route's name in the configuration.
+    #[arg(required_unless_present = "peer", conflicts_with = "peer")]
+    route: Option<String>,
+    /// Instead of a route: a peer, by a name in its certificate or a pin.
+    #[arg(long, value_name = "NAME", value_parser = parse_peer)]
+    peer: Option<String>,
+    /// Send at most this many bytes per second, such as 500M, or none for no limit.
+    #[arg(long, value_name = "RATE", value_parser = parse_limit_or_none)]
+    rate: Limit,
+    #[command(flatten)]
+    which: Which,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Bytes per second; `None` for no limit. clap gives a field of the type `Option` another meaning.
+#[derive(Clone, Copy, Debug)]
+struct Limit(Option<u64>);
+
+fn parse_limit_or_none(text: &str) -> Result<Limit, String> {
+    match text {
+        "none" => Ok(Limit(None)),
+        rate => parse_tunnel_rate(rate).map(|rate| Limit(Some(rate))),
+    }
+}
+
+/// Checks a peer and returns its text, which the tunnel parses again.
+fn parse_peer(text: &str) -> Result<String, String> {
+    let parsed = text.parse::<Peer>();
+    parsed
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct Close {
     /// The listener's number in `dunlin status`, or the address that `tunnel open` printed.
     listener: String,
@@ -115,6 +154,17 @@ impl Open {
             let _ = out.flush();
         }
         client.done(self.json && self.wait)
+    }
+}
+
+impl Set {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let request = Request::Set {
+            route: self.route.clone(),
+            peer: self.peer.clone(),
+            bytes_per_s: self.rate.0,
+        };
+        self.which.ask(&request)?.done(self.json)
     }
 }
 

@@ -2,7 +2,7 @@
 //! line and its remedy.
 
 mod ipsec;
-pub(crate) mod redirect;
+pub(crate) mod rate;
 mod relay;
 pub(crate) mod socket;
 mod stripe;
@@ -20,7 +20,7 @@ use toml::Spanned;
 
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
-use redirect::{Others, Redirect, RedirectTable};
+use rate::PeerTable;
 use table::{Found, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
@@ -63,6 +63,8 @@ struct File {
     redirect_port: Option<Spanned<u64>>,
     #[serde(default)]
     redirect: BTreeMap<String, Spanned<RedirectTable>>,
+    #[serde(default)]
+    peer: BTreeMap<String, Spanned<PeerTable>>,
     #[serde(default)]
     route: BTreeMap<String, Spanned<RouteTable>>,
 }
@@ -165,16 +167,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             exits.extend(exit);
         }
     }
-    let redirect_port = redirect::port(&file.redirect_port, found);
-    let others = Others {
-        listen: listen.as_ref(),
-        redirect_port,
-        routes: file.route.keys().map(String::as_str).collect(),
-        entrances: &entrances,
-        relays: &relays,
-    };
-    let redirects = redirect::check(&file.redirect, is_prepared, &others, found);
-    if file.route.is_empty() && file.redirect.is_empty() {
+    let rates = rate::check(&file.route, &file.peer, found);
+    if file.route.is_empty() {
         let text = "the file has no route: add [route.NAME] with listen and to on the host that \
                     accepts connections, and with target and allow on the other, or \
                     [redirect.NAME] for a toolstack's range of ports";
@@ -192,7 +186,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         })
     });
     let routes = match routes {
-        Ok(routes) => routes,
+        Ok(routes) => rates.limit(routes),
         Err(error) => {
             let table = file.route.get(&error.route);
             let at = table.map_or(0..0, Spanned::span);

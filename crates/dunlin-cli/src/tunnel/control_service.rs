@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin::engine::vmm::FaultCode;
+use dunlin::lane::peers::Peer;
 use dunlin_tunnel::{
     Demand, Failure, FileAccess, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel,
 };
@@ -54,6 +55,14 @@ pub(crate) enum Request {
         once: bool,
         /// Send a second answer when the listener's last connection has ended.
         wait: bool,
+    },
+    /// Change the limit of the rate of a route or of a peer.
+    Set {
+        route: Option<String>,
+        /// The peer's name or pin.
+        peer: Option<String>,
+        /// `None` for no limit.
+        bytes_per_s: Option<u64>,
     },
     /// Close a listener, given by its number or address.
     Close { listener: String },
@@ -216,6 +225,20 @@ impl Service for ControlService {
             Request::Status => {
                 let line = Line::Tunnel(Box::new(self.status()?));
                 send(connection, &line)
+            }
+            Request::Set {
+                route,
+                peer,
+                bytes_per_s,
+            } => {
+                let tunnel = self.tunnel()?;
+                if let Some(peer) = peer {
+                    tunnel.set_peer_rate(&peer.parse::<Peer>()?, bytes_per_s);
+                }
+                if let Some(route) = route {
+                    tunnel.set_rate(&route, bytes_per_s)?;
+                }
+                send(connection, &Line::Done)
             }
             Request::Close { listener } => {
                 self.close(&listener)?;

@@ -45,6 +45,9 @@ pub(crate) struct RouteLine {
     pub(crate) failed: u64,
     pub(crate) read_bytes: u64,
     pub(crate) written_bytes: u64,
+    /// The limit of the rate at which bytes are read from hypervisors, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) limit_bytes_per_s: Option<u64>,
     pub(crate) read_bytes_per_s: f64,
     pub(crate) written_bytes_per_s: f64,
 }
@@ -89,6 +92,9 @@ pub(crate) struct PeerLine {
     pub(crate) held_bytes: u64,
     /// Sent bytes that the peer has not acknowledged.
     pub(crate) unacknowledged_bytes: u64,
+    /// The limit of the rate at which this side sends to the peer, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) limit_bytes_per_s: Option<u64>,
     /// Why the peer gets no new channel, if it gets none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) refused: Option<String>,
@@ -142,6 +148,7 @@ impl RouteLine {
             failed: traffic.failed,
             read_bytes: traffic.read_bytes,
             written_bytes: traffic.written_bytes,
+            limit_bytes_per_s: now.rate,
             read_bytes_per_s: rate(traffic.read_bytes, before.map(|one| one.read_bytes)),
             written_bytes_per_s: rate(traffic.written_bytes, before.map(|one| one.written_bytes)),
         }
@@ -175,6 +182,7 @@ impl From<&Status> for PeerLine {
             lanes: status.lanes as u64,
             held_bytes: status.held_bytes,
             unacknowledged_bytes: status.unacknowledged_bytes,
+            limit_bytes_per_s: status.rate,
             refused: status.refused.clone(),
         }
     }

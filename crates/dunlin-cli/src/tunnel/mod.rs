@@ -33,6 +33,9 @@ pub(crate) enum Command {
     /// Add a listener to a running tunnel, for one VM's migration for example; prints its address.
     /// It closes with its last connection.
     Open(ask::Open),
+    /// Limit the rate at which a running tunnel sends on a route or to a peer, until the
+    /// configuration is reloaded.
+    Set(ask::Set),
     /// Close a listener of `open`; its connections continue.
     Close(ask::Close),
     /// Carry standard input and output through a running tunnel.
@@ -44,6 +47,7 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Run(run) => run.run(),
         Command::Check(check) => check.run(),
         Command::Open(open) => open.run(),
+        Command::Set(set) => set.run(),
         Command::Close(close) => close.run(),
         Command::Stdio(stdio) => stdio.run(),
     }

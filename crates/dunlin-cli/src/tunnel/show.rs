@@ -62,7 +62,7 @@ pub(crate) fn show(line: &TunnelLine) {
             peer.held_bytes as f64 / MIB,
             peer.unacknowledged_bytes as f64 / MIB,
         );
-        println!("  {}", clean(&text));
+        println!("  {}{}", clean(&text), limit(peer.limit_bytes_per_s));
         if let Some(why) = &peer.refused {
             println!("    opens no new channel: {}", clean(why));
         }
@@ -105,5 +105,11 @@ fn of_route(route: &RouteLine, over_ms: f64) -> String {
             route.written_bytes_per_s / MIB,
         ));
     }
-    text
+    text + &limit(route.limit_bytes_per_s)
+}
+
+fn limit(bytes_per_s: Option<u64>) -> String {
+    bytes_per_s.map_or(String::new(), |rate| {
+        format!("; limited to {:.1} MiB/s", rate as f64 / MIB)
+    })
 }

@@ -18,6 +18,7 @@ use dunlin_proto::fault::FaultCode;
 use super::life::{Inward, Life};
 use crate::event::{ChannelId, Event};
 use crate::failure::Failure;
+use crate::rate::Pacer;
 use crate::site::Site;
 use crate::socket::Socket;
 use crate::status::Status;
@@ -44,6 +45,8 @@ pub(super) struct Channel {
     pub(super) life: Mutex<Life>,
     pub(super) mover: Mover,
     pub(super) site: Arc<Site>,
+    /// The limit of the rate at which this side sends to the peer.
+    pub(super) pacer: Arc<Pacer>,
 }
 
 /// What seals and opens the records of a channel.
@@ -159,6 +162,7 @@ impl Channel {
             held_bytes: 0,
             // A socket that returns an error has failed, and has no unacknowledged bytes.
             unacknowledged_bytes: unacknowledged_bytes(&self.tls).unwrap_or(0),
+            rate: self.pacer.rate(),
             refused: None,
         }
     }
@@ -234,6 +238,25 @@ impl Channel {
             }
         }
         Ok(())
+    }
+
+    /// Counts bytes that were read from the hypervisor, and waits as long as the limits of the
+    /// route and the peer require, unless the channel is aborted.
+    pub(super) fn pace(&self, bytes: usize) {
+        let until = self.plain.pacer().spend(bytes).max(self.pacer.spend(bytes));
+        let Some(until) = until else { return };
+        while self.is_relaying() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            std::thread::sleep(left.min(STALL_LOOK));
+        }
+    }
+
+    /// The size of the next read from the hypervisor.
+    pub(super) fn limited(&self, most: usize) -> usize {
+        self.pacer.limited(self.plain.pacer().limited(most))
     }
 
     /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.

@@ -36,7 +36,7 @@ impl Channel {
     pub(super) fn carry_out(&self, tls: &Process) -> Result<(), Failure> {
         let mut content = vec![0; PIECE_BYTES];
         loop {
-            let count = match self.plain.read(&mut content) {
+            let count = match self.plain.read(&mut content[..self.limited(PIECE_BYTES)]) {
                 Ok(count) => count,
                 Err(error) if is_early(&error) => {
                     drop(std::mem::take(&mut content));
@@ -54,6 +54,7 @@ impl Channel {
                 return Ok(());
             }
             self.send(tls, Some(&content[..count]))?;
+            self.pace(count);
             self.send_pending(tls)?;
         }
     }

@@ -53,6 +53,7 @@ impl Channel {
             tls,
             life: Mutex::new(Life::new()),
             mover,
+            pacer: site.pacer_of(&relayed.peer),
             site: Arc::clone(site),
         }))
     }

@@ -25,7 +25,7 @@ impl Channel {
         let stop = &kernel.outward;
         let mut conduit = conduit()?;
         loop {
-            let taken = match conduit.take(&self.plain) {
+            let taken = match conduit.take_at_most(&self.plain, self.limited(usize::MAX)) {
                 Ok(0) => return self.end_outward_by_kernel(kernel),
                 Ok(count) => count,
                 Err(error) if is_early(&error) => {
@@ -55,6 +55,7 @@ impl Channel {
                 }
             }
             drop(held);
+            self.pace(taken);
             self.renew_by_kernel_unless_sending(kernel, stop)?;
         }
     }

@@ -53,6 +53,7 @@ pub(super) struct RouteTable {
     pub(super) exec: Option<Spanned<Vec<String>>>,
     pub(super) allow: Option<Spanned<Vec<Spanned<String>>>>,
     pub(super) window: Option<Spanned<String>>,
+    pub(super) rate: Option<Spanned<String>>,
     pub(super) tls_listen: Option<Spanned<String>>,
     pub(super) tls: Option<Spanned<String>>,
 }

@@ -120,6 +120,14 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
             "connects to no peer",
         ),
         ("lanes = 2", "socket_mode = \"0888\"", 14, "as in 0660"),
+        ("lanes = 2", "rate = \"1K\"", 14, "64K or more"),
+        (
+            "[route.disk]",
+            "[peer.\"b.example\"]\nrate = \"0\"\n[route.disk]",
+            20,
+            "out of range",
+        ),
+        ("[route.disk]", "[peer.\"*\"]\n[route.disk]", 19, "*"),
         (
             "lanes = 2",
             "socket_owner = \"no such user\"",

@@ -1,0 +1,66 @@
+//! Limits on the rates of routes and peers.
+
+use std::collections::BTreeMap;
+
+use dunlin::lane::peers::Peer;
+use dunlin_tunnel::{LEAST_RATE, Routes};
+use serde::Deserialize;
+use toml::Spanned;
+
+use super::table::{Found, RouteTable};
+use crate::options::parse_rate;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PeerTable {
+    rate: Option<Spanned<String>>,
+}
+
+/// The configured limits.
+#[derive(Default)]
+pub(super) struct Rates {
+    routes: Vec<(String, u64)>,
+    peers: Vec<(Peer, u64)>,
+}
+
+pub(super) fn check(
+    routes: &BTreeMap<String, Spanned<RouteTable>>,
+    peers: &BTreeMap<String, Spanned<PeerTable>>,
+    found: &mut Found<'_>,
+) -> Rates {
+    let mut rates = Rates::default();
+    for (name, table) in routes {
+        let rate = found.or(&table.get_ref().rate, None, optional);
+        rates.routes.extend(rate.map(|rate| (name.clone(), rate)));
+    }
+    for (name, table) in peers {
+        let peer = found.parsed(table, |_| name.parse::<Peer>());
+        let rate = found.or(&table.get_ref().rate, None, optional);
+        rates.peers.extend(peer.zip(rate));
+    }
+    rates
+}
+
+impl Rates {
+    pub(super) fn limit(self, mut routes: Routes) -> Routes {
+        for (route, rate) in &self.routes {
+            routes = routes.with_rate(route, *rate);
+        }
+        for (peer, rate) in &self.peers {
+            routes = routes.with_peer_rate(peer, *rate);
+        }
+        routes
+    }
+}
+
+fn optional(text: &str) -> Result<Option<u64>, String> {
+    parse_tunnel_rate(text).map(Some)
+}
+
+/// Bytes per second, at least the lowest limit of a tunnel.
+pub(crate) fn parse_tunnel_rate(text: &str) -> Result<u64, String> {
+    match parse_rate(text)? {
+        rate if rate < LEAST_RATE => Err(format!("rate {text} out of range (64K or more)")),
+        rate => Ok(rate),
+    }
+}
