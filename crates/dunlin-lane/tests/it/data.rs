@@ -425,3 +425,32 @@ fn a_rate_limit_is_kept() {
     );
     sender.socket().shutdown(Shutdown::Both).unwrap();
 }
+
+/// The end that dialled has the sender first, and the end that accepted has the receiver.
+#[test]
+fn a_lane_that_turns_round_carries_frames_to_the_side_that_dialled() {
+    for (dialled, accepted) in every_security() {
+        let mut sender = accepted.into_sender().unwrap();
+        let mut receiver = dialled.into_receiver().unwrap();
+        let sent = [header(100, 0), header(9, 0)];
+        for header in &sent {
+            sender.send(header).unwrap();
+        }
+        sender.finish().unwrap();
+        for header in &sent {
+            assert_eq!(receive(&mut receiver), Some((header[8..].to_vec(), vec![])));
+        }
+        assert_eq!(receive(&mut receiver), None);
+        receiver.close().unwrap();
+    }
+}
+
+#[test]
+fn a_lane_does_not_turn_round_after_its_first_frame() {
+    for (mut sender, mut receiver) in every_security() {
+        sender.send(&header(100, 0)).unwrap();
+        assert!(receive(&mut receiver).is_some());
+        let turned = receiver.into_sender().map(drop);
+        assert!(matches!(turned, Err(SendError::Spent)), "{turned:?}");
+    }
+}

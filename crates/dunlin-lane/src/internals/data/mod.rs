@@ -15,6 +15,7 @@
 mod guard;
 mod receiver;
 mod sender;
+mod turn;
 
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -102,6 +103,25 @@ impl Canceller {
 struct Link {
     stream: Arc<TcpStream>,
     cancelled: Arc<AtomicBool>,
+}
+
+/// One end of a lane, without the buffers of either half.
+struct End {
+    link: Link,
+    security: Security,
+    guard: Option<Box<dyn LaneGuard>>,
+    stall_limit: Duration,
+}
+
+impl End {
+    fn new(stream: TcpStream, security: Security, stall_limit: Duration) -> std::io::Result<Self> {
+        Ok(Self {
+            link: Link::new(stream)?,
+            security,
+            guard: None,
+            stall_limit,
+        })
+    }
 }
 
 impl Link {

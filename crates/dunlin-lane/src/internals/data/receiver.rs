@@ -14,8 +14,10 @@ use dunlin_linux::socket::unread_bytes;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
+use super::guard::LaneGuard;
 use super::{
-    CLOSE_NOTIFY, Canceller, Counters, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent, Security,
+    CLOSE_NOTIFY, Canceller, Counters, End, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent,
+    Security,
 };
 use crate::internals::handshake::Secured;
 use crate::internals::record::{
@@ -79,6 +81,8 @@ pub enum ReceiveError {
 pub struct DataReceiver {
     link: Link,
     security: Security,
+    /// Kept until the lane ends.
+    guard: Option<Box<dyn LaneGuard>>,
     buffer: Box<[u8]>,
     /// Received bytes that are not opened yet.
     sealed: Range<usize>,
@@ -123,19 +127,46 @@ impl DataReceiver {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, ReceiveError> {
+        let end = End::new(stream, security, stall_limit).map_err(ReceiveError::Io)?;
+        Self::of(end)
+    }
+
+    /// Returns the receiving half of this end.
+    pub(super) fn of(end: End) -> Result<Self, ReceiveError> {
+        let End {
+            link,
+            security,
+            guard,
+            stall_limit,
+        } = end;
         // With a timeout on the socket, reads need no separate call of poll(2).
-        stream
+        link.stream
             .set_read_timeout(Some(stall_limit))
             .map_err(ReceiveError::Io)?;
         Ok(Self {
-            link: Link::new(stream).map_err(ReceiveError::Io)?,
+            link,
             security,
+            guard,
             buffer: vec![0; RECEIVE_BYTES].into(),
             sealed: 0..0,
             opened: 0..0,
             stall_limit,
             counters: Counters::default(),
             state: State::Open,
+        })
+    }
+
+    /// Takes this half apart; `None` if bytes have been read from the connection, because they
+    /// would be lost.
+    pub(super) fn into_end(self) -> Option<End> {
+        let is_untouched = self.state == State::Open
+            && self.counters == Counters::default()
+            && self.sealed.is_empty();
+        is_untouched.then_some(End {
+            link: self.link,
+            security: self.security,
+            guard: self.guard,
+            stall_limit: self.stall_limit,
         })
     }
 

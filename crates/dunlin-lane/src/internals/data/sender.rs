@@ -15,7 +15,7 @@ use vm_memory::VolatileSlice;
 
 use super::guard::LaneGuard;
 use super::{
-    BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
+    BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, End, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
     PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
 use crate::internals::handshake::Secured;
@@ -137,21 +137,8 @@ impl DataSender {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, SendError> {
-        // With a timeout on the socket, writes need no separate call of poll(2).
-        stream
-            .set_write_timeout(Some(stall_limit))
-            .map_err(SendError::Io)?;
-        let layout = Layout::of(&security);
-        Ok(Self {
-            link: Link::new(stream).map_err(SendError::Io)?,
-            security,
-            buffer: vec![0; layout.front + RECORDS_PER_FRAME * layout.stride].into(),
-            layout,
-            stall_limit,
-            counters: Counters::default(),
-            spent: false,
-            guard: None,
-        })
+        let end = End::new(stream, security, stall_limit).map_err(SendError::Io)?;
+        Self::of(end)
     }
 
     /// Keeps `guard` until the lane ends, and notifies it before each frame is sent.
@@ -205,6 +192,41 @@ impl DataSender {
         open.encode(&mut bytes)
             .map_err(|error| SendError::Io(io::Error::other(error)))?;
         self.send(&bytes)
+    }
+
+    /// Returns the sending half of this end.
+    pub(super) fn of(end: End) -> Result<Self, SendError> {
+        let End {
+            link,
+            security,
+            guard,
+            stall_limit,
+        } = end;
+        // With a timeout on the socket, writes need no separate call of poll(2).
+        link.stream
+            .set_write_timeout(Some(stall_limit))
+            .map_err(SendError::Io)?;
+        let layout = Layout::of(&security);
+        Ok(Self {
+            link,
+            security,
+            buffer: vec![0; layout.front + RECORDS_PER_FRAME * layout.stride].into(),
+            layout,
+            stall_limit,
+            counters: Counters::default(),
+            spent: false,
+            guard,
+        })
+    }
+
+    /// Takes this half apart.
+    pub(super) fn into_end(self) -> End {
+        End {
+            link: self.link,
+            security: self.security,
+            guard: self.guard,
+            stall_limit: self.stall_limit,
+        }
     }
 
     /// Sends close_notify. Without it the peer treats the end of the connection as a failure.

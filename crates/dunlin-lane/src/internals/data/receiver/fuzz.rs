@@ -60,6 +60,7 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
             cancelled: Arc::default(),
         },
         security: Security::Tls(Box::new(Keys { seal, open })),
+        guard: None,
         buffer: vec![0; RECEIVE_BYTES].into(),
         sealed: 0..0,
         opened: 0..0,

@@ -1,0 +1,29 @@
+//! Lanes on which the side that accepted the connection sends.
+//!
+//! A dialer returns a sender, because the side that dials sends the lane's first message. An acceptor
+//! returns a receiver. If the lane carries frames to the dialer, both ends turn round before the
+//! first frame. TLS has keys for both directions, so nothing is negotiated again.
+
+use super::{DataReceiver, DataSender, ReceiveError, SendError};
+
+impl DataSender {
+    /// Turns the end that dialled into a receiver. Its only message was the lane's first one.
+    ///
+    /// # Errors
+    /// The socket's options cannot be set.
+    #[cfg(feature = "unstable-internals")]
+    pub fn into_receiver(self) -> Result<DataReceiver, ReceiveError> {
+        DataReceiver::of(self.into_end())
+    }
+}
+
+impl DataReceiver {
+    /// Turns the end that accepted into a sender.
+    ///
+    /// # Errors
+    /// [`SendError::Spent`] if a frame has been received, or the socket's options cannot be set.
+    #[cfg(feature = "unstable-internals")]
+    pub fn into_sender(self) -> Result<DataSender, SendError> {
+        DataSender::of(self.into_end().ok_or(SendError::Spent)?)
+    }
+}
