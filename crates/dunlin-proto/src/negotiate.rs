@@ -23,11 +23,11 @@ mod terms;
 
 use thiserror::Error;
 
-pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, lane_mac_input};
+pub use lane::{LANE_OPEN_BYTES, LaneDirection, LaneOpen};
 pub use opening::Opening;
 pub use secret::SessionSecret;
 pub use select::{NotOffered, Supported, select};
-pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
+pub use terms::{Features, LaneSecurity, TUNNEL_VERSIONS, VERSIONS, VersionRange};
 
 use crate::fault::FaultCode;
 use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};

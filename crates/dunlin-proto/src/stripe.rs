@@ -4,7 +4,7 @@
 //!   near                             data lanes, one way each                  far
 //!   socket ─▶ cut into chunks, ═══▶ any free lane          ═══▶ in order, ─▶ socket
 //!             in turns                                          once
-//!          ◀─ the same the other way, on lanes that the far side opens ─
+//!          ◀─ the same the other way, on lanes of that direction ───────
 //!             control lane, both ways: open, credit, acknowledgements, eof …
 //! ```
 //!

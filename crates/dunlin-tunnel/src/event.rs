@@ -33,6 +33,8 @@ pub enum Event {
         peer: String,
         /// The reason why the trunk ended.
         fault: FaultCode,
+        /// The address and the reason if lanes could not be opened.
+        why: Option<String>,
     },
     /// A channel carries bytes.
     Opened(ChannelId),
@@ -151,8 +153,12 @@ impl fmt::Display for Event {
             Self::TrunkFailed { to, failure } => {
                 write!(formatter, "cannot establish a trunk to {to}: {failure}")
             }
-            Self::TrunkEnded { peer, fault } => {
-                write!(formatter, "trunk to {peer} ended: {fault}")
+            Self::TrunkEnded { peer, fault, why } => {
+                write!(formatter, "trunk to {peer} ended: {fault}")?;
+                match why {
+                    Some(why) => write!(formatter, ": {why}"),
+                    None => Ok(()),
+                }
             }
             Self::Opened(id) => write!(formatter, "{id} is open"),
             Self::Refused { route, failure } => {

@@ -25,8 +25,8 @@ use dunlin_linux::random;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
-    Features, Offer, Opening, Refusal, Selection, SessionId, SessionSecret, Supported, VERSIONS,
-    select,
+    Features, Offer, Opening, Refusal, Selection, SessionId, SessionSecret, Supported,
+    TUNNEL_VERSIONS, select,
 };
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use zeroize::Zeroize;
@@ -35,7 +35,7 @@ use super::dials::Dialling;
 use super::failure::{Failure, OrFailure};
 use super::route::Destination;
 use super::site::Site;
-use super::terms::{Origin, Terms};
+use super::terms::{Origin, Terms, one_opener};
 use dunlin_lane::control::{self, ControlStream};
 
 /// The peer has selected from this side's offer, on a control lane that this side dialled.
@@ -79,7 +79,7 @@ impl<'a> Selected<'a> {
         deadline: Instant,
     ) -> Result<Self, Failure> {
         let offer = Offer {
-            versions: VERSIONS,
+            versions: TUNNEL_VERSIONS,
             optional: Features::NONE,
             required: Features::TUNNEL,
             security: to.security,
@@ -107,7 +107,10 @@ impl<'a> Selected<'a> {
     pub(super) fn agree(self, site: &Site, to: Destination) -> Result<Agreed, Failure> {
         let lanes = site.lanes_to(&to.to);
         let own_secret = SessionSecret(random()?);
-        send_accept(&self.control, &own_secret, site.port)?;
+        // A side that opens all lanes needs no port for them.
+        let accepts_none = one_opener(self.selection.version, self.selection.security);
+        let port = if accepts_none { 0 } else { site.port };
+        send_accept(&self.control, &own_secret, port)?;
         let accepted = read_accept(&self.control, self.deadline)?;
         drop(self.dialling);
         let control = self.control;
@@ -154,7 +157,7 @@ impl Received {
     ) -> Result<Self, Failure> {
         let deadline = Instant::now() + site.limits.vanished;
         let supported = Supported {
-            versions: VERSIONS,
+            versions: TUNNEL_VERSIONS,
             features: Features::TUNNEL,
             required: Features::TUNNEL,
             plain_allowed: false,
@@ -219,13 +222,16 @@ impl Answered {
         covered.or_failure(FaultCode::Kernel, "out of descriptors")?;
         let accepted = read_accept(&control, deadline)?;
         drop(dialling);
-        if accepted.port == 0 {
+        let opens_all = one_opener(selection.version, selection.security);
+        if accepted.port == 0 && !opens_all {
             let text = "peer's accept message names no port for lanes";
             return Err(Failure::new(FaultCode::Malformed, text));
         }
         // Use the socket's address, because it includes the scope of a link-local IPv6 address.
         let mut lanes_at = peer_address(&control)?;
-        lanes_at.set_port(accepted.port);
+        if !opens_all {
+            lanes_at.set_port(accepted.port);
+        }
         let terms = Terms {
             origin: Origin::Accepted,
             session: offer.session,
@@ -250,7 +256,7 @@ struct Accepted {
     port: u16,
 }
 
-/// Sends *accept*. The accepting side sends port 0.
+/// Sends *accept*. The accepting side, and a side that opens all lanes, sends port 0.
 ///
 /// # Errors
 /// The control lane is lost.
@@ -301,7 +307,7 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
 /// Sends the peer the reason why this side refuses its control lane.
 fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     let mut bytes = Vec::new();
-    if refusal.encode(VERSIONS, &mut bytes).is_ok() {
+    if refusal.encode(TUNNEL_VERSIONS, &mut bytes).is_ok() {
         // The peer may have closed the connection.
         let _ = control.send(&bytes).and_then(|()| control.close());
     }

@@ -26,6 +26,8 @@ use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::stripe::{self, Action, Config, Left, OpenError, Opening};
 
 use super::channels::Channels;
+use super::control::Control;
+use super::counted::Counted;
 use super::event::Event;
 use super::failure::Failure;
 use super::piece::{Piece, Pool};
@@ -47,8 +49,8 @@ pub(super) struct Hub {
     pub(super) terms: Terms,
     /// Admits the peer's lanes.
     pub(super) acceptor: Arc<dyn LaneAcceptor>,
-    /// The number of the peer's lanes that are being admitted.
-    pub(super) admitting: Arc<AtomicUsize>,
+    /// The number of lanes of each direction that are being admitted.
+    pub(super) admitting: BTreeMap<Direction, Arc<AtomicUsize>>,
     pub(super) pool: Arc<Pool>,
     /// The limit of the rate at which this side sends to the peer.
     pub(super) pacer: Arc<Pacer>,
@@ -77,7 +79,7 @@ pub(super) struct Hub {
 pub(super) enum Dial {
     /// The next control lane.
     Control,
-    Lane(u16),
+    Lane(Direction, u16),
 }
 
 pub(super) struct Core {
@@ -88,6 +90,8 @@ pub(super) struct Core {
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
     /// Handles that cancel the dials of this side.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
+    /// For each direction, the address and the reason if its last lane could not be opened.
+    troubles: BTreeMap<Direction, String>,
     pub(super) senders: Senders,
     /// Channels that a rate limit delays, each with the time at which it may be read again.
     pub(super) delayed: Vec<(Instant, u32)>,
@@ -127,6 +131,8 @@ pub(super) enum Talker {
 pub(super) enum Start {
     /// Opens a lane and sends on it.
     Lane(u16),
+    /// Opens a lane at the peer's request and receives on it.
+    LaneFor(u16),
     /// Connects a channel of the peer to its target.
     Target {
         channel: u32,
@@ -142,103 +148,28 @@ pub(super) enum Direction {
     In,
 }
 
-/// The control lane of a trunk. Each new one has a higher epoch than the previous one.
-///
-/// ```text
-///         lost                  resumed
-///   Up ─────────▶ Lost ─────────────────▶ Up
-///   │               │
-///   │ give up       │ give up
-///   ▼    close      ▼
-///   Closing ──────▶ Over
-/// ```
-///
-/// In `Closing` and `Over` the trunk has ended, and no transition leads back. In `Up` and
-/// `Closing` the stream is open: the talker closes it, so that the peer sees a clean end.
-pub(super) enum Control {
-    Up {
-        epoch: u32,
-        stream: Arc<ControlStream>,
-    },
-    Lost {
-        epoch: u32,
-    },
-    Closing {
-        fault: FaultCode,
-        stream: Arc<ControlStream>,
-    },
-    Over {
-        fault: FaultCode,
-    },
-}
-
-impl Control {
-    /// The reason why the trunk has ended, if it has.
-    pub(super) fn fault(&self) -> Option<FaultCode> {
-        match self {
-            Self::Up { .. } | Self::Lost { .. } => None,
-            Self::Closing { fault, .. } | Self::Over { fault } => Some(*fault),
-        }
+impl Core {
+    /// Adds the handle that cancels the dial of a lane.
+    pub(super) fn begin_dial(&mut self, direction: Direction, lane: u16, cancel: DialCancel) {
+        self.dials.insert(Dial::Lane(direction, lane), cancel);
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        self.fault().is_some()
+    /// Adds the handle of an open lane.
+    pub(super) fn lane_is_open(&mut self, direction: Direction, lane: u16, cut: Canceller) {
+        self.dials.remove(&Dial::Lane(direction, lane));
+        self.cutters.insert((direction, lane), cut);
+        self.troubles.remove(&direction);
     }
 
-    /// Whether `next` is the epoch of a later control lane, and the trunk has not ended.
-    pub(super) fn is_before(&self, next: u32) -> bool {
-        match self {
-            Self::Up { epoch, .. } | Self::Lost { epoch } => *epoch < next,
-            Self::Closing { .. } | Self::Over { .. } => false,
-        }
+    /// Removes the handles of a lane that has ended, or that could not be opened.
+    pub(super) fn lane_is_over(&mut self, direction: Direction, lane: u16) {
+        self.dials.remove(&Dial::Lane(direction, lane));
+        self.cutters.remove(&(direction, lane));
     }
 
-    /// Whether the control lane of this epoch is up.
-    pub(super) fn is_up(&self, at: u32) -> bool {
-        matches!(self, Self::Up { epoch, .. } if *epoch == at)
-    }
-
-    /// Up → Lost. Returns the lost stream; `None` if the control lane of this epoch is not up.
-    pub(super) fn lose(&mut self, epoch: u32) -> Option<Arc<ControlStream>> {
-        if !self.is_up(epoch) {
-            return None;
-        }
-        match std::mem::replace(self, Self::Lost { epoch }) {
-            Self::Up { stream, .. } => Some(stream),
-            _ => None,
-        }
-    }
-
-    /// Up or Lost → Up: replaces the control lane with a later one, and shuts down the old one if
-    /// it is up. Returns false if `epoch` is not higher or the trunk has ended.
-    pub(super) fn resume(&mut self, epoch: u32, stream: &Arc<ControlStream>) -> bool {
-        if !self.is_before(epoch) {
-            return false;
-        }
-        if let Self::Up { stream, .. } = self {
-            stream.shutdown();
-        }
-        let stream = Arc::clone(stream);
-        *self = Self::Up { epoch, stream };
-        true
-    }
-
-    /// Up → Closing, Lost → Over. The first reason is kept.
-    fn give_up(&mut self, fault: FaultCode) {
-        *self = match std::mem::replace(self, Self::Over { fault }) {
-            Self::Up { stream, .. } => Self::Closing { fault, stream },
-            Self::Lost { .. } => Self::Over { fault },
-            over => over,
-        };
-    }
-
-    /// Closing → Over. Returns the stream to close.
-    pub(super) fn close(&mut self) -> Option<Arc<ControlStream>> {
-        let fault = self.fault()?;
-        match std::mem::replace(self, Self::Over { fault }) {
-            Self::Closing { stream, .. } => Some(stream),
-            _ => None,
-        }
+    /// The address that cannot be reached by lanes, and the reason.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.troubles.values().next().cloned()
     }
 }
 
@@ -255,6 +186,8 @@ impl Hub {
     ) -> io::Result<Arc<Self>> {
         let limits = site.limits;
         let config = Config {
+            version: terms.version,
+            one_opener: terms.has_one_opener(),
             channels: limits.channels,
             bytes: limits.peer_bytes,
             lanes: terms.lanes,
@@ -270,7 +203,9 @@ impl Hub {
             pacer: site.pacer_of(&terms.peer),
             terms,
             acceptor,
-            admitting: Arc::default(),
+            admitting: [Direction::Out, Direction::In]
+                .map(|direction| (direction, Arc::default()))
+                .into(),
             pool: Pool::new(),
             reads: WatchedSockets::new()?,
             writes: WatchedSockets::new()?,
@@ -283,6 +218,7 @@ impl Hub {
                 },
                 cutters: BTreeMap::new(),
                 dials: BTreeMap::new(),
+                troubles: BTreeMap::new(),
                 senders: Senders::default(),
                 delayed: Vec::new(),
                 connecting: 0,
@@ -306,6 +242,20 @@ impl Hub {
 
     pub(super) fn now_ns(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Begins the admission of a lane of this direction. Dropping the result ends it.
+    ///
+    /// # Errors
+    /// Too many lanes are being admitted.
+    pub(super) fn begin_admission(
+        &self,
+        direction: Direction,
+    ) -> Result<Counted, (FaultCode, &'static str)> {
+        let count = self.admitting.get(&direction);
+        let admission = count.and_then(|count| Counted::one_more(count, usize::from(MAX_LANES)));
+        let too_many = "too many lanes of the trunk are being admitted";
+        admission.ok_or((FaultCode::LaneLimit, too_many))
     }
 
     /// Starts a thread that is joined before the trunk is removed.
@@ -394,8 +344,9 @@ impl Hub {
                 by_peer,
             } => core.channels.given_up(channel, fault, by_peer),
             Action::OpenLane(lane) => core.starts.push(Start::Lane(lane)),
+            Action::OpenLaneFor(lane) => core.starts.push(Start::LaneFor(lane)),
             Action::CutLane(lane) => {
-                if let Some(dial) = core.dials.remove(&Dial::Lane(lane)) {
+                if let Some(dial) = core.dials.remove(&Dial::Lane(Direction::Out, lane)) {
                     dial.cancel();
                 }
                 if let Some(cut) = core.cutters.remove(&(Direction::Out, lane)) {
@@ -404,8 +355,12 @@ impl Hub {
                 self.wake_all_senders();
             }
             Action::LaneRefused { lane, fault, text } => {
-                let why = Failure::of_peer(fault, &text).to_string();
-                self.lane_lost(lane, why);
+                let failure = Failure::of_peer(fault, &text);
+                self.not_opened(core, Direction::Out, lane, &failure);
+            }
+            Action::LaneFailed { lane, fault, text } => {
+                let failure = Failure::of_peer(fault, &text);
+                self.not_opened(core, Direction::In, lane, &failure);
             }
             Action::GiveUp(fault) => {
                 core.control.give_up(fault);
@@ -501,6 +456,19 @@ impl Hub {
         false
     }
 
+    /// Reports that a lane cannot be opened, and keeps the reason for the status.
+    pub(super) fn not_opened(
+        &self,
+        core: &mut Core,
+        direction: Direction,
+        lane: u16,
+        failure: &Failure,
+    ) {
+        let reason = format!("{} ({})", failure.text(), failure.code());
+        core.troubles.insert(direction, reason);
+        self.lane_lost(lane, failure.to_string());
+    }
+
     /// Reports that a lane is lost or cannot be opened.
     pub(super) fn lane_lost(&self, lane: u16, why: String) {
         let peer = self.terms.peer_name();
@@ -551,6 +519,7 @@ impl Hub {
             unacknowledged_bytes: usage.unacknowledged,
             rate: self.pacer.rate(),
             refused: admitted.err().map(|refused| refused.to_string()),
+            trouble: core.trouble(),
         }
     }
 }

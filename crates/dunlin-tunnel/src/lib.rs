@@ -31,11 +31,13 @@
 //! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
 //!   cancels.
-//! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `exit`: connects a
-//!   channel of the peer. `target`: connects to a socket or starts a program. `reached`: which
-//!   socket a path's channels are connected to. `parameter`: what a channel may choose in a target.
+//! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `open`: dials a lane.
+//!   `exit`: connects a
+//!   channel of the peer. `target`: connects to a socket or starts a program. `parameter`: what a
+//!   channel may choose in a target.
 //! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
-//!   `channels`: the connections of a trunk, and how each ends.
+//!   `control`: the state of its control lane. `channels`: the connections of a trunk, and how each
+//!   ends.
 //! - `relay`: channels that are not striped; each has its own TLS connection, to any program.
 //! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
 //!   sockets. `meter` and `counted`: counters. `rate`: limits of rates. `threads`: threads that are joined.
@@ -46,6 +48,7 @@
 
 mod carriers;
 mod channels;
+mod control;
 mod counted;
 mod dials;
 mod entrance;
@@ -59,6 +62,7 @@ mod identities;
 mod listener;
 mod meter;
 mod on_demand;
+mod open;
 mod options;
 mod parameter;
 mod piece;

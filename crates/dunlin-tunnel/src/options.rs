@@ -358,8 +358,8 @@ pub struct Limits {
     pub peer_bytes: u64,
     /// The maximum number of trunks.
     pub trunks: usize,
-    /// The number of lanes that this side opens on a trunk that a peer dialled. If the peer accepts
-    /// fewer, this side opens fewer.
+    /// The number of lanes on which this side sends on a trunk that a peer dialled. If the peer
+    /// accepts fewer, this side uses fewer.
     pub lanes: u16,
     /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
     /// is for detecting the loss, half for resuming.

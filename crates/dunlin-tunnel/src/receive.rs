@@ -11,19 +11,19 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::Readiness;
 use dunlin_linux::socket::wait_writable;
-use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
 use vm_memory::VolatileSlice;
 
-use super::counted::Counted;
-use super::failure::Failure;
+use super::failure::{Failure, OrFailure};
 use super::hub::{Core, Direction, Hub};
+use super::open;
 use super::piece::Piece;
 use super::socket::Socket;
 use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
+use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_proto::fault::FaultCode;
 
@@ -44,9 +44,7 @@ pub(super) fn start(
     lane: u16,
     socket: LaneSocket,
 ) -> Result<(), (FaultCode, &'static str)> {
-    let admitting = Counted::one_more(&hub.admitting, usize::from(MAX_LANES));
-    let too_many = "too many lanes of the trunk are being admitted";
-    let admitting = admitting.ok_or((FaultCode::LaneLimit, too_many))?;
+    let admitting = hub.begin_admission(Direction::In)?;
     let own = Arc::clone(hub);
     hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
         let receiver = admit(&own, lane, socket);
@@ -56,6 +54,31 @@ pub(super) fn start(
         }
     });
     Ok(())
+}
+
+/// The body of the thread of a lane that this side opens at the peer's request.
+pub(super) fn open_for(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
+    let dialled = open::dial(hub, Direction::In, lane, dialer).and_then(|sender| {
+        let receiver = sender.into_receiver();
+        receiver.or_failure(FaultCode::LaneLost, format!("cannot use lane {lane}"))
+    });
+    let mut core = hub.lock();
+    match dialled {
+        Ok(receiver) if core.trunk.opened_for(lane) => {
+            drop(core);
+            run(hub, lane, receiver);
+        }
+        Ok(_) => core.lane_is_over(Direction::In, lane),
+        Err(failure) => {
+            core.lane_is_over(Direction::In, lane);
+            let (code, text) = (failure.code(), failure.for_peer());
+            core.trunk.not_opened(lane, code, text);
+            if !core.control.is_over() {
+                hub.not_opened(&mut core, Direction::In, lane, &failure);
+            }
+            hub.settle(&mut core);
+        }
+    }
 }
 
 /// Admits a lane. A lane that is not from the peer, or is not protected as agreed, is refused (I6)
@@ -94,7 +117,7 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
 fn run(hub: &Hub, lane: u16, receiver: DataReceiver) {
     let result = receive_all(hub, lane, receiver);
     let mut core = hub.lock();
-    core.cutters.remove(&(Direction::In, lane));
+    core.lane_is_over(Direction::In, lane);
     core.trunk.admitted_over(lane);
     hub.settle(&mut core);
     let is_over = core.control.is_over();
@@ -114,7 +137,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
         if core.control.is_over() {
             return Ok(());
         }
-        core.cutters.insert((Direction::In, lane), canceller);
+        core.lane_is_open(Direction::In, lane, canceller);
     }
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {

@@ -1,4 +1,4 @@
-//! A lane that this side sends on. Its thread opens the lane, reads the sockets of channels in
+//! A lane that this side sends on. Its thread opens or admits the lane, reads the sockets of channels in
 //! turn, and seals and sends the bytes.
 //!
 //! One of the threads without work watches all sockets, and itself sends the bytes that it reads. A
@@ -17,11 +17,14 @@ use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
 use vm_memory::VolatileSlice;
 
 use super::failure::{Failure, OrFailure};
-use super::hub::{Core, Dial, Direction, Hub};
+use super::hub::{Core, Direction, Hub};
+use super::open::{self, lost};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
+use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::data::{DataSender, SendError};
-use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
+use dunlin_lane::dial::LaneDialer;
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::sync;
 
 /// After a read of at least this many bytes, the socket is read again immediately. Sending that
@@ -30,10 +33,81 @@ const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from dialling to the end.
 pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
-    let result = open(hub, lane, dialer).and_then(|sender| send_all(hub, lane, sender));
+    let dialled = open::dial(hub, Direction::Out, lane, dialer);
+    match dialled.and_then(|sender| established(hub, lane, sender)) {
+        Ok(sender) => carry(hub, lane, sender),
+        Err(failure) => {
+            let mut core = hub.lock();
+            core.lane_is_over(Direction::Out, lane);
+            let (code, text) = (failure.code(), failure.for_peer());
+            core.trunk.lane_failed(lane, code, text, hub.now_ns());
+            if !core.control.is_over() {
+                hub.not_opened(&mut core, Direction::Out, lane, &failure);
+            }
+            hub.settle(&mut core);
+            promote(hub, &core);
+        }
+    }
+}
+
+/// Starts the thread for a connection that has proved to be a lane on which this side sends. The
+/// peer opened it at this side's request.
+///
+/// # Errors
+/// The lane was not requested, or has come before.
+pub(super) fn start(
+    hub: &Arc<Hub>,
+    lane: u16,
+    socket: LaneSocket,
+) -> Result<(), (FaultCode, &'static str)> {
+    if !hub.lock().trunk.is_awaited(lane) {
+        let why = "a lane that was not requested, or not any more, or that came before";
+        return Err((FaultCode::DuplicateLane, why));
+    }
+    let admitting = hub.begin_admission(Direction::Out)?;
+    let own = Arc::clone(hub);
+    hub.spawn(format!("dunlin-lane-{lane}"), move || {
+        let sender = admit(&own, lane, socket);
+        drop(admitting);
+        match sender {
+            Ok(sender) => carry(&own, lane, sender),
+            // The request stays open until its timeout, because the peer itself may still open the
+            // lane.
+            Err(failure) => own.site.reject("a lane", failure.code(), failure),
+        }
+    });
+    Ok(())
+}
+
+/// Admits a lane on which this side sends. A lane that is not from the peer, or is not protected as
+/// agreed, is refused (I6).
+fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Result<DataSender, Failure> {
+    let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
+    let admitted = hub
+        .acceptor
+        .admit(socket, &is_peer)
+        .map_err(|error| Failure::new(error.fault(), format!("lane {lane}")).because(&error))?;
+    let sender = admitted.into_sender();
+    let sender = sender.or_failure(FaultCode::LaneLost, format!("lane {lane}"))?;
+    established(hub, lane, sender)
+}
+
+/// Reports to the core that a lane is open.
+fn established(hub: &Hub, lane: u16, sender: DataSender) -> Result<DataSender, Failure> {
     let mut core = hub.lock();
-    core.dials.remove(&Dial::Lane(lane));
-    core.cutters.remove(&(Direction::Out, lane));
+    if !core.trunk.lane_established(lane, hub.now_ns()) {
+        return Err(lost(format!("lane {lane} was opened too late")));
+    }
+    core.lane_is_open(Direction::Out, lane, sender.canceller());
+    hub.settle(&mut core);
+    Ok(sender)
+}
+
+/// Sends on an open lane until it ends.
+fn carry(hub: &Hub, lane: u16, sender: DataSender) {
+    let result = send_all(hub, lane, sender);
+    let mut core = hub.lock();
+    core.lane_is_over(Direction::Out, lane);
     core.trunk.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
     promote(hub, &core);
@@ -44,50 +118,6 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
     {
         hub.lane_lost(lane, failure.to_string());
     }
-}
-
-/// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
-fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Failure> {
-    let terms = &hub.terms;
-    let at = terms.lanes_at.to_string();
-    let what = "cannot create a socket pair";
-    let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
-    {
-        let mut core = hub.lock();
-        if core.control.is_over() {
-            return Err(lost(format!("lane {lane} not opened: its trunk has ended")));
-        }
-        core.dials.insert(Dial::Lane(lane), cancel.clone());
-    }
-    let tls = hub.site.client_tls(terms.peer.alone())?;
-    let request = LaneRequest {
-        endpoint: &at,
-        peer: &terms.peer.principal(),
-        tls: &tls,
-        deadline: Instant::now() + hub.site.limits.silence(),
-        cancel: &cancel,
-        connector: &hub.site.connector,
-    };
-    let dialled = dialer.dial(&request);
-    let mut sender = dialled.map_err(|error| {
-        let code = error.permanent().unwrap_or(FaultCode::LaneLost);
-        Failure::new(code, format!("cannot open lane {lane} to {at}")).because(&error)
-    })?;
-    let presented = sender.present(terms.version, terms.session, &terms.peer_secret, lane);
-    presented.map_err(|error| failed(lane, &error))?;
-    let canceller = sender.canceller();
-    let mut core = hub.lock();
-    core.dials.remove(&Dial::Lane(lane));
-    if !core.trunk.lane_established(lane, hub.now_ns()) {
-        return Err(lost(format!("lane {lane} was opened too late")));
-    }
-    core.cutters.insert((Direction::Out, lane), canceller);
-    hub.settle(&mut core);
-    Ok(sender)
-}
-
-fn lost(what: String) -> Failure {
-    Failure::new(FaultCode::LaneLost, what)
 }
 
 fn failed(lane: u16, error: &SendError) -> Failure {

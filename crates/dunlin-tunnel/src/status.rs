@@ -25,6 +25,9 @@ pub struct Status {
     pub rate: Option<u64>,
     /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
     pub refused: Option<String>,
+    /// The address and the reason if the last lane of a direction could not be opened, from either
+    /// side.
+    pub trouble: Option<String>,
 }
 
 /// A route on this side.

@@ -10,10 +10,11 @@ use dunlin_proto::wire::DecodeError;
 use thiserror::Error;
 use zeroize::Zeroize;
 
+use super::control::Control;
 use super::event::Event;
 use super::failure::Failure;
 use super::handshake::Selected;
-use super::hub::{Control, Core, Dial, Hub, Start, Talker};
+use super::hub::{Core, Dial, Hub, Start, Talker};
 use super::route::Destination;
 use super::terms::Origin;
 use super::{exit, receive, send};
@@ -120,7 +121,17 @@ fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Sta
             let dialer = Arc::clone(dialer);
             let body = move || send::run(&own, lane, &*dialer);
             if !hub.spawn(format!("dunlin-lane-{lane}"), body) {
-                core.trunk.lane_over(lane, hub.now_ns());
+                let text = "cannot start a thread".to_owned();
+                core.trunk
+                    .lane_failed(lane, FaultCode::Kernel, text, hub.now_ns());
+            }
+        }
+        Start::LaneFor(lane) => {
+            let dialer = Arc::clone(dialer);
+            let body = move || receive::open_for(&own, lane, &*dialer);
+            if !hub.spawn(format!("dunlin-lane-in-{lane}"), body) {
+                let text = "cannot start a thread".to_owned();
+                core.trunk.not_opened(lane, FaultCode::Kernel, text);
             }
         }
         Start::Target {

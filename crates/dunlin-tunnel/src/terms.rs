@@ -25,11 +25,11 @@ pub(super) struct Terms {
     pub(super) own_until: Option<SystemTime>,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,
-    /// Authenticates the peer's lanes.
+    /// Authenticates the lanes that the peer opens.
     pub(super) own_secret: SessionSecret,
-    /// Authenticates this side's lanes.
+    /// Authenticates the lanes that this side opens.
     pub(super) peer_secret: SessionSecret,
-    /// The number of lanes that this side opens.
+    /// The number of lanes on which this side sends.
     pub(super) lanes: u16,
     /// The maximum number of this side's lanes that the peer accepts.
     pub(super) peer_lanes: u16,
@@ -51,6 +51,11 @@ impl Terms {
         }
     }
 
+    /// Whether the side that dialled the trunk opens the lanes of both directions.
+    pub(super) fn has_one_opener(&self) -> bool {
+        one_opener(self.version, self.security)
+    }
+
     pub(super) fn is_dialled(&self) -> bool {
         self.side() == Side::Connecting
     }
@@ -70,4 +75,10 @@ impl Terms {
     pub(super) fn peer_name(&self) -> String {
         dunlin_proto::text::harmless(&self.peer.to_string())
     }
+}
+
+/// Whether the side that dialled a trunk opens the lanes of both directions. With lanes over IPsec
+/// each side opens its own, because a keying session protects the ports of the side that begins it.
+pub(super) fn one_opener(version: u16, security: LaneSecurity) -> bool {
+    version >= 2 && security != LaneSecurity::Ipsec
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{self, LaneSecurity, Refusal, SessionId};
+use dunlin_proto::negotiate::{self, LaneDirection, LaneSecurity, Refusal, SessionId};
 use dunlin_proto::stripe::{OpenError, Opening};
 
 use super::event::Event;
@@ -27,7 +27,7 @@ use super::route::Destination;
 use super::site::Site;
 use super::socket::Socket;
 use super::status::Status;
-use super::{receive, talk};
+use super::{receive, send, talk};
 use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::dial::LaneDialer;
@@ -315,7 +315,18 @@ impl Trunks {
             let why = "lane and control lane have different versions";
             return Err((FaultCode::VersionMismatch, why));
         }
-        receive::start(&hub, open.lane, socket)
+        match (open.direction, terms.has_one_opener()) {
+            (_, true) if terms.is_dialled() => {
+                let why = "this side dialled the trunk and opens all of its lanes";
+                Err((FaultCode::Malformed, why))
+            }
+            (LaneDirection::FromDialer, _) => receive::start(&hub, open.lane, socket),
+            (LaneDirection::ToDialer, true) => send::start(&hub, open.lane, socket),
+            (LaneDirection::ToDialer, false) => {
+                let why = "on this trunk each side opens the lanes on which it sends";
+                Err((FaultCode::Malformed, why))
+            }
+        }
     }
 
     fn find(&self, session: &SessionId) -> Option<Arc<Hub>> {
@@ -398,12 +409,16 @@ impl Trunks {
     }
 
     fn forget(&self, hub: &Arc<Hub>, fault: FaultCode) {
+        let why = hub
+            .lock()
+            .trouble()
+            .filter(|_| fault == FaultCode::LaneLost);
         let gone = lock(&self.all).remove(&hub.terms.session);
         lock(&self.peerings)
             .retain(|one| !matches!(&one.state, State::Up(up) if Arc::ptr_eq(up, hub)));
         if gone.is_some() {
             let peer = hub.terms.peer_name();
-            self.site.report(Event::TrunkEnded { peer, fault });
+            self.site.report(Event::TrunkEnded { peer, fault, why });
         }
     }
 

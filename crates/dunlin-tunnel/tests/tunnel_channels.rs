@@ -189,11 +189,9 @@ fn channels_survive_lanes_that_are_cut_or_swallowed() {
     let mut threads = vec![send(&near, 5, bytes), expect(&far, 5, bytes)];
     threads.push(send(&second_far, 6, bytes / 4));
     threads.push(expect(&second, 6, bytes / 4));
-    // The first connection is the control lane.
-    relay.wait_forwarded(1, 1 << 20);
-    relay.cut(1);
-    relay.wait_forwarded(2, 2 << 20);
-    relay.swallow(2);
+    let cut = relay.wait_busy(1 << 20, None);
+    relay.cut(cut);
+    relay.swallow(relay.wait_busy(2 << 20, Some(cut)));
     join(threads);
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
     assert!(
@@ -241,7 +239,7 @@ fn a_control_lane_that_is_cut_is_resumed_and_bytes_continue() {
         send(&far, 8, bytes),
         expect(&near, 8, bytes),
     ];
-    relay.wait_forwarded(1, 4 << 20);
+    relay.wait_busy(4 << 20, None);
     relay.cut(0);
     let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
     pair.near_events.wait("new control lane", resumed);
@@ -261,7 +259,7 @@ fn certificates_are_renewed_under_a_channel() {
     let (near, far) = pair.channel();
     let bytes = 64 << 20;
     let threads = vec![send(&near, 21, bytes), expect(&far, 21, bytes)];
-    relay.wait_forwarded(1, 4 << 20);
+    relay.wait_busy(4 << 20, None);
     let fresh = |name: &str| identities(pair.authority.identity(&[name]));
     let (near_tunnel, far_tunnel) = (pair.near.as_ref().unwrap(), pair.far.as_ref().unwrap());
     near_tunnel.replace(fresh(NEAR), &pair.near_routes).unwrap();

@@ -18,7 +18,7 @@ use dunlin::lane::data::DataReceiver;
 use dunlin::lane::policy::ServerTls;
 use dunlin_proto::control::{Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Verdict};
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,
+    Features, LaneDirection, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,
 };
 use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
@@ -167,12 +167,8 @@ fn i6_i7_a_selection_that_was_not_offered_is_refused() {
             },
         );
     }
-    let lane = Opening::Lane(LaneOpen {
-        version: 1,
-        session: SESSION,
-        lane: 1,
-        mac: [0; 32],
-    });
+    let from_here = LaneDirection::FromDialer;
+    let lane = Opening::Lane(LaneOpen::unproved(1, SESSION, 1, from_here));
     let ends = stays(MALFORMED, "unexpected answer to the offer");
     refused_by_source(
         "select: a lane's opening instead",

@@ -135,7 +135,8 @@ fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
     let _turn = need::turn();
     let pair = tunnels();
     let relay = pair.relay.clone().unwrap();
-    // The first lane after the control lane.
+    // The first lane after the control lane. The near side sends on it: the far side requests its
+    // first lane later.
     relay.delay(1);
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
     let mut migration = through(&pair);
@@ -153,10 +154,9 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
     let pair = tunnels();
     let relay = pair.relay.clone().unwrap();
     let harm = thread::spawn(move || {
-        relay.wait_forwarded(1, 8 << 20);
-        relay.cut(1);
-        relay.wait_forwarded(2, 8 << 20);
-        relay.swallow(2);
+        let cut = relay.wait_busy(8 << 20, None);
+        relay.cut(cut);
+        relay.swallow(relay.wait_busy(8 << 20, Some(cut)));
     });
     let mut migration = through(&pair);
     migration.multifd = Some(4);
@@ -166,11 +166,10 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
-/// Waits until the first data lane has carried another 512 KiB.
+/// Waits until a data lane has carried another 512 KiB.
 fn carries(pair: &Pair) {
     let relay = pair.relay.as_ref().unwrap();
-    let before = relay.forwarded(1).unwrap_or(0);
-    relay.wait_forwarded(1, before + (512 << 10));
+    relay.wait_busy(relay.busiest() + (512 << 10), None);
 }
 
 /// A failed migration leaves the guest running on the source, and the next one succeeds.

@@ -34,7 +34,9 @@ use dunlin::lane::security::SealedLanes;
 use dunlin_bench::{Progress, Results};
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
-use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, Opening, SessionSecret, VERSIONS};
+use dunlin_proto::negotiate::{
+    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, SessionSecret, VERSIONS,
+};
 
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
@@ -318,7 +320,9 @@ impl Run<'_> {
         })?;
         // The other host does not check the proof, so any secret is valid.
         let secret = SessionSecret([0; 32]);
-        sender.present(VERSIONS.max, SESSION, &secret, lane)?;
+        let from_here = LaneDirection::FromDialer;
+        let open = LaneOpen::unproved(VERSIONS.max, SESSION, lane, from_here);
+        sender.present(&secret, &open)?;
         Ok(sender)
     }
 }

@@ -98,6 +98,9 @@ pub(crate) struct PeerLine {
     /// Why the peer gets no new channel, if it gets none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) refused: Option<String>,
+    /// The address and the reason if the last lane of a direction could not be opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) trouble: Option<String>,
 }
 
 /// The path to a peer's tunnel, as `dunlin tunnel check --connect` found it.
@@ -184,6 +187,7 @@ impl From<&Status> for PeerLine {
             unacknowledged_bytes: status.unacknowledged_bytes,
             limit_bytes_per_s: status.rate,
             refused: status.refused.clone(),
+            trouble: status.trouble.clone(),
         }
     }
 }

@@ -66,6 +66,9 @@ pub(crate) fn show(line: &TunnelLine) {
         if let Some(why) = &peer.refused {
             println!("    opens no new channel: {}", clean(why));
         }
+        if let Some(why) = &peer.trouble {
+            println!("    lanes cannot be opened: {}", clean(why));
+        }
     }
 }
 

@@ -38,7 +38,9 @@ fn message(bytes: &[u8]) {
             assert!(open.barrier.len() <= MAX_CHANNELS);
             assert!(open.limit <= MAX_CHANNEL_OFFSET);
         }
-        Message::Refused { text, .. } | Message::LaneRefused { text, .. } => {
+        Message::Refused { text, .. }
+        | Message::LaneRefused { text, .. }
+        | Message::LaneFailed { text, .. } => {
             assert!(text.len() <= MAX_TEXT_BYTES);
         }
         Message::Credit(credits) => assert!(credits.len() <= MAX_CREDITS),
@@ -78,6 +80,7 @@ pub fn fuzz_tunnel_frame(bytes: &[u8]) {
 }
 
 const CHANNELS: usize = 4;
+const LANES_MAX: usize = 3;
 const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 
 /// Runs one side with a peer that sends anything and a caller that makes calls in any order. Checks
@@ -85,15 +88,18 @@ const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 /// bytes stay within their limits (I7, I8).
 pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
-    let side = match choices.byte() % 2 {
+    let first = choices.byte();
+    let side = match first % 2 {
         0 => Side::Connecting,
         _ => Side::Accepting,
     };
     let config = Config {
+        version: 2,
+        one_opener: first & 2 != 0,
         channels: CHANNELS,
         bytes: BYTES,
         lanes: 2,
-        lanes_max: 3,
+        lanes_max: LANES_MAX as u16,
         timeouts: Timeouts::default(),
         ..Config::default()
     };
@@ -103,6 +109,8 @@ pub fn fuzz_trunk(bytes: &[u8]) {
         given_up: false,
         writes: Vec::new(),
         written: std::collections::BTreeMap::new(),
+        served: std::collections::BTreeSet::new(),
+        ever_served: std::collections::BTreeSet::new(),
         reads: Vec::new(),
     };
     rig.trunk.control_up(0);
@@ -124,6 +132,10 @@ struct Rig {
     writes: Vec<Delivery<u64>>,
     /// The offset up to which each channel was written.
     written: std::collections::BTreeMap<u32, u64>,
+    /// Lanes that the trunk opens for the peer.
+    served: std::collections::BTreeSet<u16>,
+    /// Lanes that the trunk has ever opened for the peer.
+    ever_served: std::collections::BTreeSet<u16>,
     /// Reads that the trunk has allowed and the caller has not done yet: lane, channel, maximum
     /// length.
     reads: Vec<(u16, u32, u32)>,
@@ -135,7 +147,7 @@ impl Rig {
         let lane = choices.below(6) as u16;
         let now_ns = self.now_ns;
         let trunk = &mut self.trunk;
-        match choices.byte() % 20 {
+        match choices.byte() % 22 {
             0 => self.now_ns += choices.below(1 << 16) * 200_000,
             1 => {
                 let opening = Opening {
@@ -176,6 +188,8 @@ impl Rig {
                     self.writes.push(delivery);
                 }
             }
+            // The lane's thread reports nothing before the lane is open.
+            16 | 17 if self.served.contains(&lane) => {}
             16 => trunk.admitted_over(lane),
             17 => {
                 if trunk.lane_ended(lane, choices.below(4)).is_err() {
@@ -186,6 +200,12 @@ impl Rig {
                 trunk.control_down(now_ns);
                 trunk.control_up(now_ns);
             }
+            19 => {
+                if self.served.remove(&lane) && !trunk.opened_for(lane) {
+                    trunk.not_opened(lane, FaultCode::LaneLost, "no".repeat(500));
+                }
+            }
+            20 => trunk.lane_failed(lane.max(1), FaultCode::LaneLost, "no".repeat(500), now_ns),
             _ => {
                 let message = any_message(channel, lane, choices);
                 if trunk.handle(message, now_ns).is_err() && choices.byte() > 200 {
@@ -268,6 +288,11 @@ impl Rig {
         while let Some(action) = self.trunk.poll(self.now_ns) {
             assert!(!self.given_up, "{action:?} after the end");
             self.given_up |= matches!(action, Action::GiveUp(_));
+            if let Action::OpenLaneFor(lane) = action {
+                assert!(self.ever_served.insert(lane), "lane {lane} is opened twice");
+                self.served.insert(lane);
+                assert!(self.served.len() <= LANES_MAX, "{:?}", self.served);
+            }
         }
         while let Some(message) = self.trunk.next_message(self.now_ns) {
             let mut bytes = Vec::new();
@@ -286,7 +311,7 @@ fn any_message(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
         0 => choices.number() % MAX_CHANNEL_OFFSET,
         _ => choices.below(64) * 8192,
     };
-    match choices.byte() % 15 {
+    match choices.byte() % 17 {
         0 => Message::Accept {
             secret: SessionSecret([0; 32]),
             lanes_max: 1,
@@ -338,6 +363,12 @@ fn any_message(channel: u32, lane: u16, choices: &mut Choices<'_>) -> Message {
         13 => Message::Pong {
             token: choices.number(),
         },
+        14 => Message::LaneFailed {
+            lane,
+            fault,
+            text: String::new(),
+        },
+        15 => Message::LaneWanted { lane },
         _ => Message::Ping { token: 1 },
     }
 }

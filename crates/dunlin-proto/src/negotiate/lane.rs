@@ -3,14 +3,33 @@
 use super::terms::VersionRange;
 use super::{OpeningKind, PRELUDE_BYTES, SessionId, append_opening};
 use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
-use crate::wire::codec::{Codec, NOT_ZERO};
-use crate::wire::{DecodeError, EncodeError, Reader};
+use crate::wire::codec::{Codec, NOT_ZERO, OneOf};
+use crate::wire::{DecodeError, EncodeError, Reader, invalid};
 
-/// Length of a *lane open* message. It has no variable part, so a listener reads
-/// exactly this number of bytes before it has authenticated the lane.
-pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + LANE_OPEN_BODY_BYTES;
+/// Length of a *lane open* message of version 1. From version 2 on it is one byte longer. It has no
+/// variable part, so a listener reads a fixed number of bytes before it has authenticated the lane.
+pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
 
-const LANE_OPEN_BODY_BYTES: usize = SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
+/// The direction in which a data lane carries frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaneDirection {
+    /// From the side that dialled the lane's connection; the only direction in version 1.
+    FromDialer,
+    /// To the side that dialled the lane's connection.
+    ToDialer,
+}
+
+const DIRECTION: OneOf<u8, LaneDirection> = OneOf {
+    rows: &[(1, LaneDirection::FromDialer), (2, LaneDirection::ToDialer)],
+    grows: false,
+};
+
+impl LaneDirection {
+    /// Whether *lane open* of this version names the direction.
+    fn is_named_in(version: u16) -> bool {
+        version >= 2
+    }
+}
 
 /// The first bytes of a data lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,55 +38,83 @@ pub struct LaneOpen {
     pub version: u16,
     /// The session.
     pub session: SessionId,
-    /// The lane's number, never used before in the session. 0 is the control lane.
+    /// The lane's number, never used before in the session for this direction of a trunk. 0 is the
+    /// control lane.
     pub lane: u16,
-    /// HMAC-SHA-256 over [`lane_mac_input`], keyed with the session's secret.
+    /// The lane's direction. In version 1 it is not on the wire.
+    pub direction: LaneDirection,
+    /// HMAC-SHA-256 over [`LaneOpen::mac_input`], keyed with the session's secret.
     /// The receiver checks it in constant time before it uses the other fields.
     pub mac: [u8; LANE_MAC_BYTES],
 }
 
 impl LaneOpen {
+    /// A message without its proof.
+    #[must_use]
+    pub fn unproved(version: u16, session: SessionId, lane: u16, direction: LaneDirection) -> Self {
+        Self {
+            version,
+            session,
+            lane,
+            direction,
+            mac: [0; LANE_MAC_BYTES],
+        }
+    }
+
     pub(super) fn decode(
         versions: VersionRange,
         reader: &mut Reader<'_>,
     ) -> Result<Self, DecodeError> {
+        let version = versions.min;
         Ok(Self {
-            version: versions.min,
+            version,
             session: reader.array("session")?,
             lane: NOT_ZERO.decode("lane", reader)?,
+            direction: if LaneDirection::is_named_in(version) {
+                DIRECTION.decode("lane direction", reader)?
+            } else {
+                LaneDirection::FromDialer
+            },
             mac: reader.array("lane proof")?,
         })
     }
 
-    /// Appends the message with its prelude, [`LANE_OPEN_BYTES`] in all.
+    /// Appends the message with its prelude.
     ///
     /// # Errors
-    /// Lane 0 or version 0; `out` is then unchanged.
+    /// Lane 0, version 0, or a direction that the version lacks; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let versions = VersionRange::only(self.version);
         append_opening(out, OpeningKind::Lane, versions, |writer| {
             writer.bytes(&self.session);
             NOT_ZERO.encode("lane", &self.lane, writer)?;
+            if LaneDirection::is_named_in(self.version) {
+                DIRECTION.encode("lane direction", &self.direction, writer)?;
+            } else if self.direction != LaneDirection::FromDialer {
+                return Err(invalid("lane direction", "version 1 has no such lane"));
+            }
             writer.bytes(&self.mac);
             Ok(())
         })
     }
+
+    /// The input of the lane's proof: a domain separator of 16 bytes, the session, the lane's
+    /// number, and from version 2 on the direction as on the wire. Inputs of version 1 are shorter
+    /// than those of later versions, so a proof holds for one of them only.
+    #[must_use]
+    pub fn mac_input(&self) -> Vec<u8> {
+        let mut input = LANE_MAC_DOMAIN.to_vec();
+        input.extend_from_slice(&self.session);
+        input.extend_from_slice(&self.lane.to_le_bytes());
+        if LaneDirection::is_named_in(self.version) {
+            let named = DIRECTION
+                .rows
+                .iter()
+                .find(|(_, one)| *one == self.direction);
+            input.extend(named.map(|(number, _)| number));
+        }
+        input
+    }
 }
 
 const LANE_MAC_DOMAIN: [u8; 16] = *b"dunlin lane open";
-
-/// Length of the input of a lane's proof.
-pub const LANE_MAC_INPUT_BYTES: usize = LANE_MAC_DOMAIN.len() + SESSION_ID_BYTES + 2;
-
-/// The input of a lane's proof: a domain separator of 16 bytes, the session,
-/// and the lane's number.
-#[must_use]
-pub fn lane_mac_input(session: &SessionId, lane: u16) -> [u8; LANE_MAC_INPUT_BYTES] {
-    let mut input = [0; LANE_MAC_INPUT_BYTES];
-    let (domain, rest) = input.split_at_mut(LANE_MAC_DOMAIN.len());
-    let (identity, number) = rest.split_at_mut(SESSION_ID_BYTES);
-    domain.copy_from_slice(&LANE_MAC_DOMAIN);
-    identity.copy_from_slice(session);
-    number.copy_from_slice(&lane.to_le_bytes());
-    input
-}

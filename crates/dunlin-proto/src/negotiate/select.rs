@@ -9,7 +9,7 @@ use crate::fault::FaultCode;
 /// What a destination supports and requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Supported {
-    /// Supported versions; [`VERSIONS`](super::VERSIONS) except in tests.
+    /// Supported versions: [`VERSIONS`](super::VERSIONS), or those of the tunnel.
     pub versions: VersionRange,
     /// Supported features.
     pub features: Features,

@@ -257,9 +257,17 @@ fn i7_a_lane_open_has_one_length_and_never_lane_zero() {
         version: 1,
         session: [1; 16],
         lane: 9,
+        direction: LaneDirection::FromDialer,
         mac: [2; LANE_MAC_BYTES],
     };
     let mut bytes = Vec::new();
+    let newer = LaneOpen {
+        version: 2,
+        ..open.clone()
+    };
+    newer.encode(&mut bytes).unwrap();
+    assert_eq!(bytes.len(), LANE_OPEN_BYTES + 1);
+    bytes.clear();
     open.encode(&mut bytes).unwrap();
     assert_eq!(bytes.len(), LANE_OPEN_BYTES);
 
@@ -283,11 +291,35 @@ fn i7_a_lane_open_has_one_length_and_never_lane_zero() {
 }
 
 #[test]
-fn the_lane_proof_covers_session_and_number() {
-    let input = lane_mac_input(&[3; 16], 0x0102);
-    assert_eq!(&input[..16], b"dunlin lane open");
-    assert_eq!(input[16..32], [3; 16]);
-    assert_eq!(input[32..], [2, 1]);
+fn the_lane_proof_covers_session_number_and_direction() {
+    use LaneDirection::{FromDialer, ToDialer};
+    for (version, direction, end) in [
+        (1, FromDialer, &[2, 1][..]),
+        (2, FromDialer, &[2, 1, 1]),
+        (2, ToDialer, &[2, 1, 2]),
+    ] {
+        let input = LaneOpen::unproved(version, [3; 16], 0x0102, direction).mac_input();
+        assert_eq!(&input[..16], b"dunlin lane open");
+        assert_eq!(input[16..32], [3; 16]);
+        assert_eq!(&input[32..], end);
+    }
+}
+
+#[test]
+fn i7_a_lane_to_the_dialer_is_named_from_version_2_on() {
+    let lane = |version| LaneOpen::unproved(version, [1; 16], 5, LaneDirection::ToDialer);
+    let mut bytes = Vec::new();
+    assert!(lane(1).encode(&mut bytes).is_err());
+    assert!(bytes.is_empty());
+    let (prelude, mut body) = encoded(&Opening::Lane(lane(2)));
+    let header = Prelude::decode(&prelude).unwrap();
+    let decoded = Opening::decode(&header, &body);
+    assert_eq!(decoded, Ok(Opening::Lane(lane(2))));
+    for direction in [0, 3, 255] {
+        body[18] = direction;
+        let error = Opening::decode(&header, &body).unwrap_err();
+        assert_eq!(error.what, "lane direction");
+    }
 }
 
 #[test]

@@ -88,6 +88,12 @@ pub enum PeerFault {
         /// The lane.
         lane: u16,
     },
+    /// The peer requests a lane, but may not do so: it opens its lanes itself.
+    #[error("peer requested lane {lane}, which it has to open itself")]
+    LaneNotOurs {
+        /// The lane.
+        lane: u16,
+    },
     /// The number of frames that a lane's end announces is not the number that has arrived.
     #[error("the end of lane {lane} announces {sent} frames, but {arrived} arrived")]
     LaneEnd {

@@ -81,6 +81,18 @@ impl<T: Clone> SendingLanes<T> {
         leaving.map(|(number, _)| number)
     }
 
+    /// The lanes that are being opened.
+    pub(super) fn opening(&self) -> impl Iterator<Item = u16> {
+        let lanes = self.life.iter();
+        let opening = lanes.filter(|(_, lane)| lane.is(State::Opening));
+        opening.map(|(number, _)| number)
+    }
+
+    /// Whether this lane is being opened.
+    pub(super) fn is_opening(&self, number: u16) -> bool {
+        self.opening().any(|opening| opening == number)
+    }
+
     /// Sets how many lanes carry frames.
     pub(super) fn want(&mut self, lanes: u16) {
         self.life.want(lanes);

@@ -7,7 +7,8 @@
 //!    │ credit, acknowledgements, eof, closed … both ways, for both directions
 //!    │ reset ▶ ◀ gone   (either side, at any time)     │
 //!
-//!  either side: accept (once), lane refused, lane lost, ping, pong, drain
+//!  either side: accept (once), lane refused, lane lost, lane failed, ping, pong, drain
+//!  the side that accepted the trunk: lane wanted, if the other side opens all lanes
 //! ```
 //!
 //! A message is a header of 16 bytes, the fixed part of its kind, and extension fields
@@ -120,7 +121,7 @@ pub enum Message {
         /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
         /// The port that accepts these lanes, at the address from which the control lane was dialled. 0
-        /// means the port to which the control lane was dialled.
+        /// means the port to which the control lane was dialled, or that the sender opens all lanes.
         port: u16,
     },
     /// See [`Open`].
@@ -188,4 +189,19 @@ pub enum Message {
     },
     /// The sender opens and accepts no more channels; the trunk ends with its last channel.
     Drain,
+    /// Requests that the receiver opens a lane on which the sender sends. Repeated on a later control
+    /// lane until the lane is open. Version 2.
+    LaneWanted {
+        /// The lane's number.
+        lane: u16,
+    },
+    /// The sender could not open a lane on which it sends. For the log. Version 2.
+    LaneFailed {
+        /// The lane's number.
+        lane: u16,
+        /// The reason as a code.
+        fault: FaultCode,
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
+        text: String,
+    },
 }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use super::fault::PeerFault;
 use super::message::LaneAck;
 use crate::fault::FaultCode;
+use crate::mistake::{Mistake, planted};
 
 /// If a lane has this many unacknowledged frames, an acknowledgement is due immediately. The limit
 /// bounds the bytes that the sender keeps for longer than necessary.
@@ -20,6 +21,8 @@ pub const ACK_DELAY_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
 struct Lane {
+    /// Whether this side is still opening the lane, at the other side's request.
+    opening: bool,
     frames: u64,
     acknowledged: u64,
     unacknowledged_bytes: u64,
@@ -62,6 +65,39 @@ impl ReceivingLanes {
 
     /// Admits a lane with a valid proof.
     pub(super) fn admit(&mut self, number: u16) -> Result<(), FaultCode> {
+        self.add(number, Lane::default())
+    }
+
+    /// Adds a lane that this side is to open for the other side. Returns false if the number was
+    /// used before.
+    pub(super) fn expect(&mut self, number: u16) -> Result<bool, FaultCode> {
+        let lane = Lane {
+            opening: true,
+            ..Lane::default()
+        };
+        match self.add(number, lane) {
+            Ok(()) => Ok(true),
+            Err(FaultCode::DuplicateLane) if !planted(Mistake::LaneOpenedTwice) => Ok(false),
+            Err(FaultCode::DuplicateLane) => Ok(true),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// Records that this side has opened a lane for the other side. Returns false if the lane does
+    /// not exist any more.
+    pub(super) fn opened(&mut self, number: u16) -> bool {
+        let lane = self.lanes.get_mut(&number);
+        lane.is_some_and(|lane| std::mem::take(&mut lane.opening))
+    }
+
+    /// Removes a lane that this side could not open.
+    pub(super) fn forget(&mut self, number: u16) {
+        if self.lanes.get(&number).is_some_and(|lane| lane.opening) {
+            self.lanes.remove(&number);
+        }
+    }
+
+    fn add(&mut self, number: u16, lane: Lane) -> Result<(), FaultCode> {
         let word = &mut self.used[usize::from(number / 64)];
         let bit = 1 << (number % 64);
         if number == 0 || *word & bit != 0 {
@@ -73,14 +109,14 @@ impl ReceivingLanes {
             return Err(FaultCode::LaneLimit);
         }
         *word |= bit;
-        self.lanes.insert(number, Lane::default());
+        self.lanes.insert(number, lane);
         Ok(())
     }
 
     /// Whether frames can arrive on this lane.
     pub(super) fn is_open(&self, number: u16) -> bool {
         let lane = self.lanes.get(&number);
-        lane.is_some_and(|lane| !lane.ended && !lane.over)
+        lane.is_some_and(|lane| !lane.opening && !lane.ended && !lane.over)
     }
 
     /// Records that the lane's next frame arrived completely, so that the other side need not send

@@ -2,6 +2,7 @@
 
 mod arriving;
 mod opening;
+mod requests;
 mod sending;
 mod talking;
 mod values;
@@ -11,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::fault::PeerFault;
 use super::inbound::Inbound;
 use super::lanes::SendingLanes;
-use super::message::Mark;
+use super::message::{Mark, Message};
 use super::outbound::{Outbound, Turn};
 use super::receiving::ReceivingLanes;
 use super::turns::Turns;
@@ -100,8 +101,9 @@ struct Ended {
 /// lane that it receives on calls [`Trunk::arrived`], [`Trunk::keep`] and [`Trunk::wrote`]; the
 /// thread that watches sockets calls [`Trunk::readable`] and [`Trunk::writable`].
 ///
-/// Lanes: [`Trunk::lane_established`], [`Trunk::lane_over`], [`Trunk::admit`],
-/// [`Trunk::lane_ended`], [`Trunk::admitted_over`]. Control lane: [`Trunk::control_up`],
+/// Lanes: [`Trunk::lane_established`], [`Trunk::lane_failed`], [`Trunk::lane_over`],
+/// [`Trunk::admit`], [`Trunk::lane_ended`], [`Trunk::admitted_over`]; those that the other side
+/// opens or requests: [`Trunk::is_awaited`], [`Trunk::opened_for`], [`Trunk::not_opened`]. Control lane: [`Trunk::control_up`],
 /// [`Trunk::control_down`], [`Trunk::handle`], and [`Trunk::next_message`] until it returns `None`.
 ///
 /// After each of these calls, and at [`Trunk::due_ns`], the caller calls [`Trunk::poll`] until it
@@ -137,6 +139,12 @@ pub struct Trunk<T> {
     idle_since_ns: u64,
     draining: bool,
     peer_drains: bool,
+    /// When the trunk ends at the latest, because the other side has opened no lanes.
+    ends_by_ns: Option<u64>,
+    /// The highest lane of this side that the other side has refused or failed to open.
+    last_refused: u16,
+    /// The highest lane of the other side that it has reported as failed.
+    last_failed: u16,
     actions: VecDeque<Action>,
 }
 
@@ -157,6 +165,10 @@ struct Agenda {
     ping_ns: Option<u64>,
     /// Whether *drain* is due.
     drain_due: bool,
+    /// Lanes for which *lane wanted* is due.
+    wants: BTreeSet<u16>,
+    /// *lane failed*, if it is due.
+    failure: Option<Message>,
 }
 
 /// The newest control lane. In `Over` the trunk has ended and every channel is aborted; no
@@ -206,6 +218,9 @@ impl<T: Clone> Trunk<T> {
             idle_since_ns: now_ns,
             draining: false,
             peer_drains: false,
+            ends_by_ns: None,
+            last_refused: 0,
+            last_failed: 0,
             actions: VecDeque::new(),
         }
     }
@@ -387,6 +402,9 @@ impl<T: Clone> Trunk<T> {
         {
             return self.end(FaultCode::ControlLost);
         }
+        if self.is_abandoned(now_ns) {
+            return self.end(FaultCode::LaneLost);
+        }
         if !self.leaving.is_empty() {
             self.decide_leaving(now_ns);
         }
@@ -399,15 +417,25 @@ impl<T: Clone> Trunk<T> {
         if self.control != Control::Up {
             self.lanes.life.unheard(now_ns);
         }
-        let waits = !self.turns.is_empty() || self.lanes.has_lost();
-        match self.lanes.poll(waits, now_ns) {
-            Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
-            Some(LaneAction::Cut(lane)) => self.actions.push_back(Action::CutLane(lane)),
-            Some(LaneAction::GiveUp) => self.abort_all(FaultCode::LaneLost, now_ns),
-            // A tunnel needs no fence for a lost lane.
-            Some(LaneAction::Fence(_)) => {}
-            None if self.lanes.life.is_exhausted() => self.end(FaultCode::LaneLost),
-            None => {}
+        // Without a control lane no lane can be requested.
+        let may_come = self.control == Control::Up || !self.asks();
+        let waits = (!self.turns.is_empty() || self.lanes.has_lost()) && may_come;
+        while self.actions.is_empty() {
+            match self.lanes.poll(waits, now_ns) {
+                Some(LaneAction::Open(lane)) if self.asks() => {
+                    self.agenda.wants.insert(lane);
+                }
+                Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
+                Some(LaneAction::Cut(lane)) => {
+                    self.agenda.wants.remove(&lane);
+                    self.actions.push_back(Action::CutLane(lane));
+                }
+                Some(LaneAction::GiveUp) => self.without_lanes(now_ns),
+                // A tunnel needs no fence for a lost lane.
+                Some(LaneAction::Fence(_)) => {}
+                None if self.lanes.life.is_exhausted() => return self.end(FaultCode::LaneLost),
+                None => return,
+            }
         }
     }
 
@@ -427,7 +455,7 @@ impl<T: Clone> Trunk<T> {
         let lanes = self.lanes.life.due_ns();
         let leaving = self.leaving.values().copied().min();
         let all = control.into_iter().chain(cold).chain(lanes);
-        all.chain(leaving).min()
+        all.chain(leaving).chain(self.ends_by_ns).min()
     }
 
     fn cold_ns(&self) -> u64 {

@@ -16,8 +16,8 @@ use dunlin_proto::limits::{
     MAX_LANES, MAX_NAME_BYTES, MAX_RANGES_PER_CHUNK, MAX_SECTIONS, PAGE_BYTES,
 };
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection,
-    SessionSecret, VersionRange,
+    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude,
+    Refusal, Selection, SessionSecret, VersionRange,
 };
 use proptest::collection::{btree_map, vec};
 use proptest::option;
@@ -257,12 +257,17 @@ fn opening() -> impl Strategy<Value = Opening> {
         1..=u16::MAX,
         any::<[u8; 16]>(),
         1..=u16::MAX,
+        any::<bool>(),
         any::<[u8; 32]>(),
     )
-        .prop_map(|(version, session, lane, mac)| LaneOpen {
+        .prop_map(|(version, session, lane, is_back, mac)| LaneOpen {
             version,
             session,
             lane,
+            direction: match version {
+                2.. if is_back => LaneDirection::ToDialer,
+                _ => LaneDirection::FromDialer,
+            },
             mac,
         });
     prop_oneof![

@@ -104,6 +104,12 @@ fn expected(kind: Kind) -> Message {
             token: 0x1122_3344_5566_7788,
         },
         Kind::Drain => Message::Drain,
+        Kind::LaneWanted => Message::LaneWanted { lane: 5 },
+        Kind::LaneFailed => Message::LaneFailed {
+            lane: 5,
+            fault: FaultCode::LaneLost,
+            text: "cannot reach b.example.".to_owned(),
+        },
     }
 }
 
@@ -216,6 +222,12 @@ fn i7_nothing_over_its_limit_is_written() {
             port: 0,
         },
         Message::LaneLost(ack(0)),
+        Message::LaneWanted { lane: 0 },
+        Message::LaneFailed {
+            lane: 1,
+            fault: FaultCode::LaneLost,
+            text: long.clone(),
+        },
         Message::Ack(vec![ack(1); usize::from(MAX_LANES) + 1]),
         Message::Refused {
             channel: 0,

@@ -18,8 +18,8 @@ use dunlin_proto::limits::{
     MAX_STATE_BYTES, MAX_TEXT_BYTES, PAGE_BYTES,
 };
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, LaneSecurity, Offer, Opening, OpeningKind, PRELUDE_BYTES, Prelude, Refusal,
-    Selection, SessionSecret, VersionRange,
+    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, OpeningKind, PRELUDE_BYTES,
+    Prelude, Refusal, Selection, SessionSecret, VersionRange,
 };
 
 use crate::document::{WIRE, assert_exact, contains, vectors_of};
@@ -80,6 +80,7 @@ fn expected_opening(kind: OpeningKind) -> (&'static str, Opening) {
                 version: 1,
                 session: SESSION,
                 lane: 5,
+                direction: LaneDirection::FromDialer,
                 mac: std::array::from_fn(|position| u8::try_from(position).unwrap()),
             }),
         ),
@@ -271,6 +272,24 @@ fn every_opening_message_has_its_vector() {
 }
 
 #[test]
+fn the_lane_open_of_version_2_has_its_vector() {
+    let (_, first) = expected_opening(OpeningKind::Lane);
+    let Opening::Lane(first) = first else {
+        unreachable!()
+    };
+    let expected = Opening::Lane(LaneOpen {
+        version: 2,
+        direction: LaneDirection::ToDialer,
+        ..first
+    });
+    let bytes = &vectors()["opening/lane open 2"];
+    assert_eq!(decode_opening(bytes).as_ref(), Some(&expected));
+    let mut encoded = Vec::new();
+    expected.encode(&mut encoded).unwrap();
+    assert_eq!(&encoded, bytes);
+}
+
+#[test]
 fn every_frame_has_its_vector() {
     let vectors = vectors();
     let mut chunk = Vec::new();
@@ -329,7 +348,7 @@ fn every_control_message_has_its_vector() {
 
 #[test]
 fn no_vector_is_left_unread() {
-    let read = OPENINGS.len() + 3 + Kind::ALL.len();
+    let read = OPENINGS.len() + 1 + 3 + Kind::ALL.len();
     assert_eq!(vectors().len(), read);
 }
 

@@ -6,7 +6,7 @@ use dunlin_proto::control::CONTROL_HEADER_BYTES;
 use dunlin_proto::frame::{FRAME_HEADER_BYTES, RANGE_BYTES};
 use dunlin_proto::ipsec;
 use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
-use dunlin_proto::negotiate::{MAGIC, PRELUDE_BYTES, VERSIONS};
+use dunlin_proto::negotiate::{LANE_OPEN_BYTES, MAGIC, PRELUDE_BYTES, TUNNEL_VERSIONS, VERSIONS};
 use dunlin_proto::stripe;
 
 use crate::document::WIRE;
@@ -65,6 +65,10 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
         ("**Select**", 8 + 1),
         ("**Refuse**", 2),
         ("**Lane open**", SESSION_ID_BYTES + 2 + LANE_MAC_BYTES),
+        (
+            "**Lane open of version 2**",
+            SESSION_ID_BYTES + 2 + 1 + LANE_MAC_BYTES,
+        ),
         ("Each begins with this **header**", FRAME_HEADER_BYTES),
         ("followed by its **ranges**", RANGE_BYTES),
         (
@@ -89,11 +93,14 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
     }
     assert_eq!(
         tables().len(),
-        13,
+        14,
         "the document has a table that this test does not cover"
     );
     let whole = PRELUDE_BYTES + end("**Lane open**");
+    assert_eq!(whole, LANE_OPEN_BYTES);
     assert!(WIRE.contains(&format!("{whole} bytes in all")), "{whole}");
+    let newer = PRELUDE_BYTES + end("**Lane open of version 2**");
+    assert!(WIRE.contains(&format!("It has {newer} bytes.")), "{newer}");
 }
 
 #[test]
@@ -102,6 +109,7 @@ fn the_prelude_says_what_the_code_sends() {
     let rows = table("**prelude**");
     assert_eq!(rows[0][1], MAGIC.len().to_string());
     assert_eq!(rows[1][2], "kind: 1 offer, 2 select, 3 refuse, 4 lane open");
-    let title = format!("# The wire format, version {}\n", VERSIONS.max);
+    let (oldest, newest) = (VERSIONS.min, TUNNEL_VERSIONS.max);
+    let title = format!("# The wire format, versions {oldest} to {newest}\n");
     assert!(WIRE.starts_with(&title), "{title}");
 }

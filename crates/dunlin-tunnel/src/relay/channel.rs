@@ -164,6 +164,7 @@ impl Channel {
             unacknowledged_bytes: unacknowledged_bytes(&self.tls).unwrap_or(0),
             rate: self.pacer.rate(),
             refused: None,
+            trouble: None,
         }
     }
 

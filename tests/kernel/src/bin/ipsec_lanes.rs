@@ -32,7 +32,7 @@ use dunlin_linux::affinity::pin_to;
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_linux::tcp::{set_traffic_class, unacknowledged_bytes};
-use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, VERSIONS};
+use dunlin_proto::negotiate::{Features, LaneDirection, LaneOpen, LaneSecurity, Offer, VERSIONS};
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 const NEEDS: Needs = Needs {
@@ -619,12 +619,7 @@ fn offer() -> Vec<u8> {
 
 /// The first message of a data lane.
 fn lane_open() -> Vec<u8> {
-    let open = LaneOpen {
-        version: VERSIONS.max,
-        session: [9; 16],
-        lane: 1,
-        mac: [0; 32],
-    };
+    let open = LaneOpen::unproved(VERSIONS.max, [9; 16], 1, LaneDirection::FromDialer);
     let mut bytes = Vec::new();
     open.encode(&mut bytes).expect("the message is short");
     bytes

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery, KeyUsage, Outcome, Work};
 
@@ -12,6 +13,8 @@ use crate::plan::MS;
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Packet {
     Open,
+    /// The first packet of a lane on which the side that receives this packet sends.
+    OpenFor,
     Data(Data, Piece),
     End(u64),
     /// The connection has ended.
@@ -38,11 +41,33 @@ pub(super) struct Lane {
     /// Whether the receiving thread is buffering a piece.
     busy: bool,
     keeping: Option<(Data, Piece)>,
+    /// Whether the other side has opened the lane, and the sender has not taken it yet.
+    is_coming: bool,
 }
 
 impl Lane {
+    fn new(from: usize, number: u16, rate: u64) -> Self {
+        Self {
+            from,
+            number,
+            packets: VecDeque::new(),
+            last_arrival_ns: 0,
+            rate,
+            held_until_ns: 0,
+            swallows: false,
+            frames: 0,
+            waits: false,
+            sender_over: false,
+            receiver_over: false,
+            admitted: false,
+            busy: false,
+            keeping: None,
+            is_coming: false,
+        }
+    }
+
     pub(super) fn is_alive(&self) -> bool {
-        !self.sender_over && !self.receiver_over
+        !self.sender_over && !self.receiver_over && !self.is_coming
     }
 }
 
@@ -54,28 +79,60 @@ impl World<'_> {
 
     pub(super) fn lane_connected(&mut self, side: usize, number: u16) {
         if self.now_ns < self.no_lanes_until_ns {
-            return self.sides[side].lane_over(number, self.now_ns);
+            let (fault, text) = (FaultCode::LaneLost, "no new lanes".to_owned());
+            return self.sides[side].lane_failed(number, fault, text, self.now_ns);
         }
         if !self.sides[side].lane_established(number, self.now_ns) {
             return;
         }
         self.lanes.push(Lane {
-            from: side,
-            number,
-            packets: VecDeque::new(),
-            last_arrival_ns: 0,
-            rate: self.plan.rate,
-            held_until_ns: 0,
-            swallows: false,
-            frames: 0,
             waits: true,
-            sender_over: false,
-            receiver_over: false,
-            admitted: false,
-            busy: false,
-            keeping: None,
+            ..Lane::new(side, number, self.plan.rate)
         });
         self.send_packet(self.lanes.len() - 1, Packet::Open);
+    }
+
+    /// Side 0 opens a lane on which side 1 sends.
+    pub(super) fn open_lane_for(&mut self, side: usize, number: u16) {
+        if side != 0 || !self.opened_for.insert(number) {
+            return self.broken("lanes", format!("side {side} opens lane {number} again"));
+        }
+        let for_ns = self.plan.latency_ns * 2 + self.moment();
+        self.after(for_ns, Event::LaneConnectedFor(number));
+    }
+
+    pub(super) fn lane_connected_for(&mut self, number: u16) {
+        let opener = &mut self.sides[0];
+        if self.now_ns < self.no_lanes_until_ns {
+            return opener.not_opened(number, FaultCode::LaneLost, "no new lanes".to_owned());
+        }
+        if !opener.opened_for(number) {
+            return;
+        }
+        self.lanes.push(Lane {
+            // The opener does not know yet whether the sender takes the lane.
+            is_coming: true,
+            admitted: true,
+            ..Lane::new(1, number, self.plan.rate)
+        });
+        self.send_packet(self.lanes.len() - 1, Packet::OpenFor);
+    }
+
+    /// The first packet of a lane has come at the side that sends on it.
+    fn comes(&mut self, lane: usize) {
+        self.lanes[lane].is_coming = false;
+        let (side, number) = (self.lanes[lane].from, self.lanes[lane].number);
+        let is_awaited = self.sides[side].is_awaited(number);
+        if is_awaited != self.sides[side].lane_established(number, self.now_ns) {
+            return self.broken("lanes", format!("lane {number} is awaited: {is_awaited}"));
+        }
+        if is_awaited {
+            self.lanes[lane].waits = true;
+        } else {
+            self.say(|| format!("{side}: lane {number} is not awaited"));
+            self.lanes[lane].sender_over = true;
+            self.send_packet(lane, Packet::Over);
+        }
     }
 
     fn send_packet(&mut self, lane: usize, packet: Packet) {
@@ -165,7 +222,9 @@ impl World<'_> {
     }
 
     fn lane_of(&self, side: usize, number: u16) -> Option<usize> {
-        let here = |lane: &Lane| lane.from == side && lane.number == number && !lane.sender_over;
+        let here = |lane: &Lane| {
+            lane.from == side && lane.number == number && !lane.sender_over && !lane.is_coming
+        };
         self.lanes.iter().position(here)
     }
 
@@ -210,6 +269,7 @@ impl World<'_> {
                     return self.receiver_closes(lane);
                 }
             }
+            Packet::OpenFor => self.comes(lane),
             Packet::Data(data, piece) => {
                 self.tally.pieces += 1;
                 let arrival = self.sides[to].arrived(number, &data, self.now_ns);
@@ -361,6 +421,8 @@ impl World<'_> {
         for lane in 0..self.lanes.len() {
             if self.lanes[lane].is_alive() {
                 self.cut(lane);
+            } else if self.lanes[lane].is_coming {
+                self.lanes[lane].receiver_over = true;
             }
         }
     }

@@ -88,7 +88,7 @@ pub struct Channel {
 pub struct Plan {
     /// The seed.
     pub seed: u64,
-    /// The number of lanes that each side opens.
+    /// The number of lanes on which each side sends.
     pub lanes: u16,
     /// The delay in one direction.
     pub latency_ns: u64,
@@ -102,6 +102,8 @@ pub struct Plan {
     pub channels: Vec<Channel>,
     /// The faults.
     pub strikes: Vec<Strike>,
+    /// Whether side 0 opens the lanes of both directions. If not, each side opens its own.
+    pub one_opener: bool,
 }
 
 /// The largest number of channels of a run.
@@ -143,6 +145,7 @@ impl Plan {
             },
             channels,
             strikes,
+            one_opener: Random::new(seed, 102).chance(50),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Virtual time, and the queue of events.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::{Action, Config, Opening, Side, Timeouts, Trunk};
@@ -64,6 +64,8 @@ pub(super) enum Event {
     Takes(usize, usize),
     Connected(usize, usize),
     LaneConnected(usize, u16),
+    /// Side 0 has connected a lane on which side 1 sends.
+    LaneConnectedFor(u16),
     /// A sending thread has read a socket.
     Read(usize, u16, u32, u32),
     /// A sending thread is free again.
@@ -107,6 +109,8 @@ pub(super) struct World<'a> {
     /// Maps each channel number on the wire to the channel's index.
     pub(super) by_number: BTreeMap<u32, usize>,
     pub(super) lanes: Vec<Lane>,
+    /// The numbers of the lanes that side 0 has opened for side 1.
+    pub(super) opened_for: BTreeSet<u16>,
     pub(super) control: Control,
     pub(super) writings: BTreeMap<u64, Writing>,
     pub(super) no_lanes_until_ns: u64,
@@ -129,6 +133,8 @@ impl<'a> World<'a> {
             channels: CHANNELS,
             bytes: plan.peer_bytes,
             lanes: plan.lanes,
+            version: 2,
+            one_opener: plan.one_opener,
             lanes_max: plan.lanes * 4,
             timeouts: Timeouts::default(),
             ..Config::default()
@@ -150,6 +156,7 @@ impl<'a> World<'a> {
             channels: channels.collect(),
             by_number: BTreeMap::new(),
             lanes: Vec::new(),
+            opened_for: BTreeSet::new(),
             control: Control::default(),
             writings: BTreeMap::new(),
             no_lanes_until_ns: 0,
@@ -245,6 +252,7 @@ impl<'a> World<'a> {
             Event::Takes(channel, side) => self.takes(channel, side),
             Event::Connected(channel, side) => self.connected(channel, side),
             Event::LaneConnected(side, lane) => self.lane_connected(side, lane),
+            Event::LaneConnectedFor(lane) => self.lane_connected_for(lane),
             Event::Read(side, lane, number, most) => self.has_read(side, lane, number, most),
             Event::Free(lane) => self.is_free(lane),
             Event::Arrives(lane) => self.arrives(lane),
@@ -320,8 +328,9 @@ impl<'a> World<'a> {
             }
             Action::Abort { channel, .. } => self.is_over(channel, side, Over::Aborted),
             Action::OpenLane(lane) => self.open_lane(side, lane),
+            Action::OpenLaneFor(lane) => self.open_lane_for(side, lane),
             Action::CutLane(lane) => self.cut_lane(side, lane),
-            Action::LaneRefused { .. } => {}
+            Action::LaneRefused { .. } | Action::LaneFailed { .. } => {}
             Action::GiveUp(_) => self.give_up(side),
         }
     }

@@ -12,8 +12,8 @@ use dunlin_proto::control::{
 };
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::negotiate::{
-    Features, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Selection,
-    SessionSecret, VERSIONS, lane_mac_input,
+    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude,
+    Selection, SessionSecret, VERSIONS,
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -177,13 +177,12 @@ pub fn describe() -> Message {
 }
 
 pub fn lane_open(session: [u8; 16], secret: &SessionSecret, lane: u16) -> LaneOpen {
+    let open = LaneOpen::unproved(VERSIONS.max, session, lane, LaneDirection::FromDialer);
     let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&secret.0).unwrap();
-    mac.update(&lane_mac_input(&session, lane));
+    mac.update(&open.mac_input());
     LaneOpen {
-        version: VERSIONS.max,
-        session,
-        lane,
         mac: mac.finalize().into_bytes().into(),
+        ..open
     }
 }
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::frame::FRAME_HEADER_BYTES;
-use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
+use dunlin_proto::negotiate::{LaneDirection, LaneOpen, VERSIONS};
 
 /// The number of bytes by which the body of a TLS 1.3 record exceeds its content: one byte for the
 /// inner content type, and the tag.
@@ -581,14 +581,9 @@ struct Records {
 impl Default for Records {
     fn default() -> Self {
         let mut opening = Vec::new();
-        LaneOpen {
-            version: VERSIONS.max,
-            session: [0; 16],
-            lane: 1,
-            mac: [0; 32],
-        }
-        .encode(&mut opening)
-        .unwrap();
+        LaneOpen::unproved(VERSIONS.max, [0; 16], 1, LaneDirection::FromDialer)
+            .encode(&mut opening)
+            .unwrap();
         Self {
             header: Vec::new(),
             body_left: 0,

@@ -93,6 +93,9 @@ pub struct Setup {
     pub limits: Limits,
     /// Whether a [`Relay`] connects the tunnels.
     pub relayed: bool,
+    /// Whether the near side connects from an address at which it does not listen, so that the far
+    /// side cannot connect to the near side.
+    pub is_walled: bool,
     /// Whether the test itself acts as the hypervisor on the far side.
     pub is_target: bool,
     /// Where records are sealed and opened on the near side and on the far side.
@@ -106,6 +109,7 @@ impl Default for Setup {
             window_bytes: WINDOW_BYTES,
             limits: Limits::default(),
             relayed: false,
+            is_walled: false,
             is_target: true,
             offload: [offload(); 2],
         }
@@ -175,8 +179,13 @@ impl Pair {
         )
         .unwrap();
         let near_events = Events::default();
+        let near_host = if setup.is_walled {
+            "127.0.0.2"
+        } else {
+            "127.0.0.1"
+        };
         let near = Tunnel::builder(
-            TcpListener::bind("127.0.0.1:0").unwrap(),
+            TcpListener::bind((near_host, 0)).unwrap(),
             identities_with(host(NEAR), setup.offload[0]),
             &near_routes,
         )

@@ -100,6 +100,27 @@ impl Relay {
         }
     }
 
+    /// Waits until a data lane other than `but` has carried `bytes` bytes to the far side, and
+    /// returns its number. A lane on which the far side sends carries little in this direction.
+    pub fn wait_busy(&self, bytes: u64, but: Option<usize>) -> usize {
+        let until = Instant::now() + TIMEOUT;
+        loop {
+            let lanes = (1..self.count()).filter(|lane| Some(*lane) != but);
+            let busy = |lane: &usize| self.forwarded(*lane) >= Some(bytes);
+            if let Some(lane) = lanes.into_iter().find(busy) {
+                return lane;
+            }
+            assert!(Instant::now() < until, "no lane has carried {bytes} bytes");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The largest number of bytes that a data lane has carried to the far side.
+    pub fn busiest(&self) -> u64 {
+        let lanes = (1..self.count()).filter_map(|lane| self.forwarded(lane));
+        lanes.max().unwrap_or(0)
+    }
+
     /// Holds the bytes that the far side sends on every connection. Calls `begin`, waits
     /// until some bytes are held, calls `then`, and releases the bytes.
     pub fn hold(&self, begin: impl FnOnce(), then: impl FnOnce()) {
@@ -139,9 +160,14 @@ impl Relay {
         self.delayed.store(link, Ordering::SeqCst);
     }
 
+    /// Closes every later connection at once.
+    pub fn refuse(&self) {
+        self.refuses.store(true, Ordering::SeqCst);
+    }
+
     /// Swallows everything on all connections, and refuses new ones.
     pub fn vanish(&self) {
-        self.refuses.store(true, Ordering::SeqCst);
+        self.refuse();
         for link in &*self.links.lock().unwrap() {
             link.swallows.store(true, Ordering::SeqCst);
         }

@@ -9,7 +9,7 @@ use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
 use dunlin_linux::socket::set_pacing_rate;
 use dunlin_proto::lanes::KeyUsage;
-use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
+use dunlin_proto::negotiate::{LaneOpen, SessionSecret};
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
@@ -168,24 +168,16 @@ impl DataSender {
         self.frame().finish(header)
     }
 
-    /// Sends the lane's first message: its number, its session, and a proof that this side has the
-    /// session's `secret`. `version` is the selected wire version.
+    /// Sends the lane's first message, `open`, with a proof that this side has the session's
+    /// `secret`.
     ///
     /// # Errors
     /// [`SendError`].
     #[cfg(feature = "unstable-internals")]
-    pub fn present(
-        &mut self,
-        version: u16,
-        session: SessionId,
-        secret: &SessionSecret,
-        lane: u16,
-    ) -> Result<(), SendError> {
+    pub fn present(&mut self, secret: &SessionSecret, open: &LaneOpen) -> Result<(), SendError> {
         let open = LaneOpen {
-            version,
-            session,
-            lane,
-            mac: prove(secret, &session, lane),
+            mac: prove(secret, open),
+            ..open.clone()
         };
         let mut bytes = Vec::new();
         // Encoding cannot fail, because every field has a fixed length.

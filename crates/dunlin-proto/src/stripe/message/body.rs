@@ -31,8 +31,7 @@ const LANE_ACKS: List<Fields> = List {
 };
 
 impl Message {
-    /// Appends header and body. The header marks every message of version 1 as mandatory to
-    /// understand.
+    /// Appends header and body. The header marks every message as mandatory to understand.
     ///
     /// *accept* writes a secret to `out`, which the caller has to zeroize.
     ///
@@ -74,6 +73,12 @@ messages! {
     Ping = 77, "ping" { token: "token" as Plain };
     Pong = 78, "pong" { token: "token" as Plain };
     Drain = 79, "drain";
+    LaneWanted = 80, "lane wanted" { lane: "lane" as NOT_ZERO };
+    LaneFailed = 81, "lane failed" {
+        lane: "lane" as NOT_ZERO,
+        fault: "fault" as Fields,
+        text: "text" as Text(MAX_TEXT_BYTES),
+    };
 }
 
 layout! { Open {

@@ -16,6 +16,8 @@ impl<T: Clone> Trunk<T> {
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
         let admitted = match self.is_over() {
             true => Err(FaultCode::ControlLost),
+            // This side opens the other side's lanes.
+            false if self.serves() => return Err(FaultCode::Malformed),
             false => self.arriving.admit(lane),
         };
         if let Err(fault) = admitted {

@@ -57,10 +57,11 @@ impl<T: Clone> Trunk<T> {
     /// false if the lane was given up in the meantime; in this case the caller closes the
     /// connection.
     pub fn lane_established(&mut self, lane: u16, now_ns: u64) -> bool {
+        self.agenda.wants.remove(&lane);
         !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
-    /// Records that the connection of this lane could not be established, or has ended.
+    /// Records that the connection of this lane has ended.
     pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
         self.lanes.over(lane, now_ns);
     }

@@ -23,6 +23,7 @@ impl<T: Clone> Trunk<T> {
         self.agenda.drain_due |= self.draining;
         self.arriving.resend_all();
         self.lanes.resumed(now_ns);
+        self.ask_again();
         for ended in self.ended.values_mut() {
             ended.due = true;
         }
@@ -66,6 +67,8 @@ impl<T: Clone> Trunk<T> {
                 || !self.agenda.opens.is_empty()
                 || !self.agenda.gone.is_empty()
                 || !self.agenda.refusals.is_empty()
+                || !self.agenda.wants.is_empty()
+                || self.agenda.failure.is_some()
                 || !self.agenda.news.is_empty()
                 || !self.agenda.credits.is_empty()
                 || acks.is_some_and(|due_ns| due_ns <= now_ns)
@@ -87,6 +90,9 @@ impl<T: Clone> Trunk<T> {
         if let Some(open) = self.next_open() {
             return Some(open);
         }
+        if let Some(lane) = self.agenda.wants.pop_first() {
+            return Some(Message::LaneWanted { lane });
+        }
         if let Some((&channel, ended)) = self.ended.iter_mut().find(|(_, ended)| ended.due) {
             ended.due = false;
             let fault = ended.fault;
@@ -107,6 +113,9 @@ impl<T: Clone> Trunk<T> {
         }
         if let Some(lost) = self.arriving.take_lost() {
             return Some(Message::LaneLost(lost));
+        }
+        if let Some(failure) = self.agenda.failure.take() {
+            return Some(failure);
         }
         if let Some(news) = self.next_news(now_ns) {
             return Some(news);
@@ -231,12 +240,10 @@ impl<T: Clone> Trunk<T> {
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
-                self.lanes.check(lane)?;
-                if self.lanes.lose(lane, now_ns) {
-                    self.actions
-                        .push_back(Action::LaneRefused { lane, fault, text });
-                }
+                self.lane_refused(lane, fault, text, now_ns)?;
             }
+            Message::LaneWanted { lane } => self.wanted(lane)?,
+            Message::LaneFailed { lane, fault, text } => self.peer_lane_failed(lane, fault, text),
             Message::LaneLost(LaneAck { lane, frames }) => {
                 self.lanes.acknowledged(lane, frames, now_ns)?;
                 self.lanes.lose(lane, now_ns);

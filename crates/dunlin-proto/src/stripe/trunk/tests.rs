@@ -936,3 +936,5 @@ fn lanes_are_opened_for_the_load_and_kept_for_a_while() {
     let work = pair.sides[0].next(1, KeyUsage::Fresh, pair.now_ns);
     assert!(matches!(work, Work::End { .. }));
 }
+
+mod requests;

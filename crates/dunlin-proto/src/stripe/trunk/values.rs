@@ -18,6 +18,11 @@ pub enum Side {
 /// The limits of a trunk on this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
+    /// The selected version of the wire.
+    pub version: u16,
+    /// Whether the connecting side opens the lanes of both directions. If not, each side opens the
+    /// lanes on which it sends. Needs version 2.
+    pub one_opener: bool,
     /// Channels that may be live at the same time, counting those of both sides; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
@@ -25,7 +30,7 @@ pub struct Config {
     /// bytes that wait for acknowledgement; at least `channels` times
     /// [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
     pub bytes: u64,
-    /// Lanes that this side opens, at least 1.
+    /// Lanes on which this side sends, at least 1.
     pub lanes: u16,
     /// Lanes of the other side that may be open at the same time, at least 1. While the other side
     /// replaces lanes, it has more lanes open than it uses for data.
@@ -39,6 +44,8 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
+            version: 1,
+            one_opener: false,
             channels: DEFAULT_CHANNELS,
             bytes: DEFAULT_PEER_BYTES,
             lanes: 4,
@@ -125,13 +132,25 @@ pub enum Action {
         /// Whether the other side aborted the channel.
         by_peer: bool,
     },
-    /// Dials a lane with this number, and calls [`super::Trunk::lane_established`] or
-    /// [`super::Trunk::lane_over`].
+    /// Dials a lane with this number on which this side sends, and calls
+    /// [`super::Trunk::lane_established`] or [`super::Trunk::lane_failed`].
     OpenLane(u16),
+    /// Dials a lane with this number on which the other side sends, and calls
+    /// [`super::Trunk::opened_for`] or [`super::Trunk::not_opened`].
+    OpenLaneFor(u16),
     /// Closes this lane's connection, which ends its thread.
     CutLane(u16),
-    /// Logs that the other side refused this lane.
+    /// Logs that the other side refused this lane, or could not open it.
     LaneRefused {
+        /// The lane.
+        lane: u16,
+        /// The reason as a code.
+        fault: FaultCode,
+        /// The reason as text, from the peer. The caller must escape it.
+        text: String,
+    },
+    /// Logs that the other side could not open a lane on which it sends.
+    LaneFailed {
         /// The lane.
         lane: u16,
         /// The reason as a code.

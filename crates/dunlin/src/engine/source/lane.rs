@@ -18,7 +18,7 @@ use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::limits::{
     CHUNK_PAGES, MAX_CHUNK_HEADER_BYTES, MAX_PAGES_LOOKED_AT, MAX_RANGES_PER_CHUNK, PAGE_BYTES,
 };
-use dunlin_proto::negotiate::SessionId;
+use dunlin_proto::negotiate::{LaneDirection, LaneOpen, SessionId};
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use tracing::{Span, info_span};
 
@@ -115,7 +115,9 @@ impl Lane {
             .set_rate(terms.rate)
             .or_fault(FaultCode::LaneLost, "cannot set the lane's rate")?;
         let secret = &terms.accept.secret;
-        let presented = sender.present(terms.version, terms.session, secret, self.number);
+        let (version, from_here) = (terms.version, LaneDirection::FromDialer);
+        let open = LaneOpen::unproved(version, terms.session, self.number, from_here);
+        let presented = sender.present(secret, &open);
         presented.map_err(|error| self.failed(error))?;
         Ok(sender)
     }

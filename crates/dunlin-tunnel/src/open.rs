@@ -1,0 +1,72 @@
+//! How this side opens lanes: those on which it sends, and those on which the peer sends if this
+//! side opens the lanes of both directions.
+
+use std::time::Instant;
+
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{LaneDirection, LaneOpen};
+
+use super::failure::{Failure, OrFailure};
+use super::hub::{Direction, Hub};
+use dunlin_lane::data::DataSender;
+use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
+
+/// The time limit for a lane that the peer has requested, as a part of the permitted silence. It is
+/// shorter, so that a peer that waits for the lane receives the reason before it gives up.
+const REQUESTED_PART: (u32, u32) = (3, 4);
+
+/// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
+///
+/// # Errors
+/// The address that cannot be reached, and the reason.
+pub(super) fn dial(
+    hub: &Hub,
+    direction: Direction,
+    lane: u16,
+    dialer: &dyn LaneDialer,
+) -> Result<DataSender, Failure> {
+    let terms = &hub.terms;
+    let at = terms.lanes_at.to_string();
+    let what = "cannot create an eventfd";
+    let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
+    {
+        let mut core = hub.lock();
+        if core.control.is_over() {
+            return Err(lost(format!("lane {lane} not opened: its trunk has ended")));
+        }
+        core.begin_dial(direction, lane, cancel.clone());
+    }
+    let tls = hub.site.client_tls(terms.peer.alone())?;
+    let silence = hub.site.limits.silence();
+    let (limit, direction) = match direction {
+        Direction::Out => (silence, LaneDirection::FromDialer),
+        Direction::In => (
+            silence * REQUESTED_PART.0 / REQUESTED_PART.1,
+            LaneDirection::ToDialer,
+        ),
+    };
+    let request = LaneRequest {
+        endpoint: &at,
+        peer: &terms.peer.principal(),
+        tls: &tls,
+        deadline: Instant::now() + limit,
+        cancel: &cancel,
+        connector: &hub.site.connector,
+    };
+    let dialled = dialer.dial(&request);
+    let mut sender = dialled.map_err(|error| {
+        let code = error.permanent().unwrap_or(FaultCode::LaneLost);
+        Failure::new(code, format!("cannot open lane {lane} to {at}")).because(&error)
+    })?;
+    let open = LaneOpen::unproved(terms.version, terms.session, lane, direction);
+    let presented = sender.present(&terms.peer_secret, &open);
+    presented.map_err(|error| {
+        let what = format!("cannot send on lane {lane} to {at}");
+        Failure::new(FaultCode::LaneLost, what).because(&error)
+    })?;
+    Ok(sender)
+}
+
+pub(super) fn lost(what: String) -> Failure {
+    Failure::new(FaultCode::LaneLost, what)
+}
