@@ -138,6 +138,17 @@ fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
     assert!(again.out.contains("GiB/s"), "{}", again.out);
     let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
     assert_eq!(after, before);
+    // A third host is added, and B stays.
+    let more = scene.enable("a", "--peer 192.0.2.9=c.test");
+    assert_eq!(more.code, 0, "{more:?}");
+    let third = scene.enable("a", "--ports 49152-49300");
+    assert_eq!(third.code, 0, "{third:?}");
+    let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert!(
+        after.contains("c.test") && after.contains("b.test"),
+        "{after}"
+    );
+    assert_eq!(scene.reserved("a"), "8080,49000-49300");
     drop((near, far));
     let disabled = finish(scene.dunlin("a", "libvirt disable"));
     assert_eq!(disabled.code, 0, "{disabled:?}");
@@ -150,6 +161,34 @@ fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
     ] {
         assert!(!scene.path("a", left).exists(), "{left}");
     }
+}
+
+/// The rules of other redirects in the same configuration stay.
+#[test]
+fn disable_keeps_the_redirects_of_others() {
+    let Some(scene) = Scene::new() else { return };
+    let b = scene.link.address(&scene.b, Family::V4);
+    let own = format!(
+        "listen = \"[::]:18300\"\nidentity = {:?}\n[redirect.proxmox]\nports = \"60000-60050\"\n\
+         peers = {{ \"{b}\" = \"b.test\" }}\nusers = [\"root\"]\n",
+        scene.files.scratch.join("a"),
+    );
+    fs::write(scene.path("a", "etc/tunnel.toml"), &own).unwrap();
+    assert_eq!(scene.enable("a", "").code, 0);
+    let disabled = finish(scene.dunlin("a", "libvirt disable"));
+    assert_eq!(disabled.code, 0, "{disabled:?}");
+    let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert_eq!(after, own);
+    let mut rules = scene.a.command("nft");
+    let rules = rules
+        .args(["list", "table", "inet", "dunlin"])
+        .output()
+        .unwrap();
+    let rules = String::from_utf8(rules.stdout).unwrap();
+    assert!(
+        rules.contains("60000-60050") && !rules.contains("49152"),
+        "{rules}"
+    );
 }
 
 #[test]

@@ -33,7 +33,7 @@ pub(super) const ECHO_ROUTE: &str = "dunlin-echo";
 /// The maximum number of bytes that an echo returns.
 pub const MAX_PROBE_BYTES: u64 = 1 << 30;
 /// How long an echo waits for the next bytes, and how long a probe waits for its bytes to return.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// The maximum number of echoes of one trunk. Each has a thread.
 const ECHOES: usize = 4;
 const PIECE_BYTES: usize = 256 << 10;
@@ -74,7 +74,7 @@ pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Resul
     );
     exchange(&far, bytes, began).map_err(|error| {
         drop(far);
-        let failure = outcome.failure(PATIENCE);
+        let failure = outcome.failure(TIMEOUT);
         let text = format!("the peer at {} returned no bytes", entrance.to);
         failure.unwrap_or_else(|| Failure::new(FaultCode::ChannelBroken, text).because(&error))
     })
@@ -82,8 +82,8 @@ pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Resul
 
 /// Writes `bytes` to one end of a connection while it reads them from the same end.
 fn exchange(stream: &UnixStream, bytes: u64, began: Instant) -> io::Result<Probe> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     let mut first = [FIRST];
     (&*stream).write_all(&first)?;
     (&*stream).read_exact(&mut first)?;
@@ -211,8 +211,8 @@ pub(super) fn echo(echoes: &Arc<AtomicUsize>) -> io::Result<Stream> {
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
     let (near, far) = UnixStream::pair()?;
-    far.set_read_timeout(Some(PATIENCE))?;
-    far.set_write_timeout(Some(PATIENCE))?;
+    far.set_read_timeout(Some(TIMEOUT))?;
+    far.set_write_timeout(Some(TIMEOUT))?;
     thread::Builder::new()
         .name("dunlin-echo".to_owned())
         .spawn(move || {

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! The listener reads the original destination of each connection and finds the peer by address.
-//! It refuses a connection whose original destination is not a configured peer and port: for
-//! example that of a local program that connects to the listener directly.
+//! It refuses a connection if its original destination is not a configured peer and port: for
+//! example the connection of a local program that connects to the listener directly.
 
 use std::collections::BTreeMap;
 use std::io;

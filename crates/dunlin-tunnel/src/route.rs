@@ -42,8 +42,8 @@ pub enum Listen {
     Passed(String),
     /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
-    /// The tunnel's redirect port ([`super::Routes::with_redirected`]): connections whose client
-    /// connected to one of these ports at this address, before the packet filter redirected it.
+    /// The tunnel's redirect port ([`super::Routes::with_redirected`]): connections to one of
+    /// these ports at this address, which the packet filter redirects.
     Redirected {
         /// A peer's address.
         address: IpAddr,

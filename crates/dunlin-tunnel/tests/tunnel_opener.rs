@@ -432,7 +432,7 @@ struct Trunk {
     port: u16,
 }
 
-/// A near tunnel whose far side is this test.
+/// A near tunnel; this test is its far side.
 struct Acceptor {
     near: Tunnel,
     events: Events,

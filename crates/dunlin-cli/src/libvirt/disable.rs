@@ -11,6 +11,7 @@ use super::record::Record;
 use super::{ConfigPath, UNITS, block, dunlin, has_systemd, reserved, systemctl};
 use crate::code::DONE;
 use crate::state::StatePath;
+use crate::tunnel::Config;
 
 #[derive(Debug, Args)]
 pub(crate) struct Disable {
@@ -31,16 +32,33 @@ impl Disable {
             other => other.with_context(|| format!("cannot read {}", config.display()))?,
         };
         let rest = block::remove(&text)?;
-        let mut remove = vec!["redirect", "remove"];
-        if self.force {
-            remove.push("--force");
-        }
-        if !dunlin(&remove, None)?.status.success() {
-            bail!("the rules stay in force, and nothing was changed; the reason is above");
-        }
-        println!("rules      removed: migrations are in the clear from now on");
         let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
-        if has_systemd() {
+        // What is left may have no route, and is then invalid.
+        let others = Config::parse(config, &rest).map(|rest| rest.redirects);
+        let has_others = others.is_ok_and(|others| !others.is_empty());
+        if has_others {
+            write_file(config, &rest)?;
+            if !dunlin(&["redirect", "apply"], Some(config))?
+                .status
+                .success()
+            {
+                write_file(config, &text)?;
+                bail!("the rules and the configuration are as before; the reason is above");
+            }
+            println!(
+                "rules      of the other redirects stay; libvirt's migrations are in the clear"
+            );
+        } else {
+            let mut remove = vec!["redirect", "remove"];
+            if self.force {
+                remove.push("--force");
+            }
+            if !dunlin(&remove, None)?.status.success() {
+                bail!("the rules stay in force, and nothing was changed; the reason is above");
+            }
+            println!("rules      removed: migrations are in the clear from now on");
+        }
+        if has_systemd() && !has_others {
             // The rules' units first; the tunnel only if nothing else uses it.
             let [rules, watch, tunnel] = UNITS;
             let mut words = vec!["disable", "--now", rules, watch];
@@ -70,9 +88,12 @@ impl Disable {
     fn release(&self) -> Result<()> {
         let file = record(&self.state)?;
         if let Some(record) = Record::read(&file)? {
-            let ports = record.ports.parse().context("the record's ports")?;
             let live = reserved::live()?;
-            let setting = reserved::without(&live, ports, &record.reserved_before);
+            let mut setting = live.clone();
+            for ports in &record.ports {
+                let ports = ports.parse().context("the record's ports")?;
+                setting = reserved::without(&setting, ports, &record.reserved_before);
+            }
             if setting != live {
                 reserved::set_live(&setting)?;
             }

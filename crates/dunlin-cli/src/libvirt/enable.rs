@@ -16,11 +16,12 @@ use super::{ConfigPath, NAME, UNITS, block, dunlin, has_systemd, reserved, syste
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::text::clean;
+use crate::tunnel::{Config, PEER_PORT, Port, RedirectPeer};
 
 #[derive(Debug, Args)]
 pub(crate) struct Enable {
     /// Another host, by the name or address to which this host's toolstack migrates; its
-    /// certificate must contain it, or the NAME; repeatable.
+    /// certificate must contain it, or the NAME; repeatable. Peers of an earlier `enable` stay.
     #[arg(long = "peer", value_name = "HOST[=NAME]", required = true)]
     peers: Vec<String>,
     /// Directory with this host's certificates [default: /etc/dunlin, /etc/pki/qemu or /etc/pki,
@@ -34,6 +35,22 @@ pub(crate) struct Enable {
     /// The users that connect to the peers [default: root, and QEMU's user].
     #[arg(long, value_name = "USER,…", value_delimiter = ',')]
     users: Vec<String>,
+    /// The addresses of this host at which the toolstack listens for migrations, tried in order
+    /// [default: migration_address of qemu.conf, or 127.0.0.1 and ::1; Proxmox needs the address of
+    /// its migration network].
+    #[arg(long, value_name = "ADDR,…", value_delimiter = ',')]
+    local: Vec<IpAddr>,
+    /// Hosts without Dunlin, which may migrate to this host in the clear until --plain-until.
+    #[arg(
+        long,
+        value_name = "ADDR,…",
+        value_delimiter = ',',
+        requires = "plain_until"
+    )]
+    plain_from: Vec<IpAddr>,
+    /// The last day for --plain-from, at most 90 days ahead, such as 2026-12-31.
+    #[arg(long, value_name = "DATE", requires = "plain_from")]
+    plain_until: Option<String>,
     /// Where peers connect to this host's tunnel, if the configuration is created.
     #[arg(long, value_name = "ADDR", default_value = "[::]:18300")]
     listen: String,
@@ -58,6 +75,7 @@ struct Plan {
     peers: Vec<NamedPeer>,
     users: Vec<String>,
     local: Vec<IpAddr>,
+    plain: Option<(Vec<IpAddr>, String)>,
 }
 
 impl Enable {
@@ -81,7 +99,6 @@ impl Enable {
                  is above"
             );
         }
-        self.reserve(&plan)?;
         if !dunlin(&["redirect", "apply"], Some(config))?
             .status
             .success()
@@ -92,7 +109,10 @@ impl Enable {
                  above"
             );
         }
-        println!("rules      in force: other users, other hosts and IPv6 reach none of the ports");
+        println!(
+            "rules      in force: nothing but the tunnel reaches the ports of peers, or these here"
+        );
+        self.reserve(&plan)?;
         start()?;
         if matches!(tried, Ok(Tried::Silent)) {
             println!(
@@ -119,10 +139,22 @@ impl Enable {
             true => host::users(conf.user.as_deref()),
             false => self.users.clone(),
         };
-        let local = match conf.address {
-            Some(address) => vec![address],
-            None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+        let local = match (self.local.is_empty(), conf.address) {
+            (false, _) => self.local.clone(),
+            (true, Some(address)) => vec![address],
+            (true, None) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
         };
+        let (earlier, plain) = self.earlier()?;
+        let mut peers = peers;
+        for peer in earlier {
+            if !peers.iter().any(|one| one.addresses == peer.addresses) {
+                peers.push(peer);
+            }
+        }
+        let given = self
+            .plain_until
+            .clone()
+            .map(|day| (self.plain_from.clone(), day));
         if let Some(host) = &conf.host {
             println!(
                 "note       sources connect to {}, which migration_host names; it must be an \
@@ -138,7 +170,35 @@ impl Enable {
             peers,
             users,
             local,
+            plain: given.or(plain),
         })
+    }
+
+    /// The peers that an earlier `enable` wrote, and the hosts without Dunlin.
+    fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<(Vec<IpAddr>, String)>)> {
+        let config = &self.config.config;
+        let Some(text) = before(config)?.filter(|text| block::is_in(text)) else {
+            return Ok((Vec::new(), None));
+        };
+        let parsed = Config::parse(config, &text)?;
+        if let Port::At(listen) = &parsed.listen
+            && listen.port() != PEER_PORT
+        {
+            println!(
+                "note       peers expect this host's tunnel at port {PEER_PORT}, and listen in {} \
+                 has port {}",
+                config.display(),
+                listen.port()
+            );
+        }
+        let mut redirects = parsed.redirects.into_iter();
+        let Some(own) = redirects.find(|one| one.name == NAME) else {
+            return Ok((Vec::new(), None));
+        };
+        let peer = |one: &RedirectPeer| host::peer(&format!("{}={}", one.host, one.identity));
+        let peers = own.peers.iter().map(peer).collect::<Result<_>>()?;
+        let plain = own.plain.map(|plain| (plain.from, plain.until.to_string()));
+        Ok((peers, plain))
     }
 
     /// Reserves the ports now and after a boot, and records what was reserved before.
@@ -146,13 +206,15 @@ impl Enable {
         let file = record(&self.state)?;
         let live = reserved::live()?;
         let merged = reserved::with(&live, plan.ports);
-        if Record::read(&file)?.is_none() {
-            let record = Record {
-                ports: plan.ports.to_string(),
-                reserved_before: live.clone(),
-            };
-            record.write(&file)?;
+        let mut record = Record::read(&file)?.unwrap_or_else(|| Record {
+            ports: Vec::new(),
+            reserved_before: live.clone(),
+        });
+        let ports = plan.ports.to_string();
+        if !record.ports.contains(&ports) {
+            record.ports.push(ports);
         }
+        record.write(&file)?;
         if live != merged {
             reserved::set_live(&merged)?;
         }
@@ -270,13 +332,21 @@ impl Plan {
             peer.addresses.iter().map(of)
         });
         let local = self.local.iter().map(ToString::to_string).collect();
-        format!(
+        let mut block = format!(
             "[redirect.{NAME}]\nports = \"{}\"\npeers = {{ {} }}\nusers = [{}]\nlocal = [{}]\n",
             self.ports,
             peers.collect::<Vec<_>>().join(", "),
             quoted(self.users.clone()),
             quoted(local),
-        )
+        );
+        if let Some((from, until)) = &self.plain {
+            let from = from.iter().map(ToString::to_string).collect();
+            let from = quoted(from);
+            block.push_str(&format!(
+                "plain_from = [{from}]\nplain_until = \"{until}\"\n"
+            ));
+        }
+        block
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use dunlin_ipsec::PortRange;
 
-/// The port range of a libvirt whose configuration sets none.
+/// The port range of libvirt without a setting.
 const PORTS: (u16, u16) = (49152, 49215);
 
 /// The settings of a host's libvirt.

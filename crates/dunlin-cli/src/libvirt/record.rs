@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 /// Written by `enable`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
-    /// The toolstack's ports, `A-B`.
-    pub(super) ports: String,
+    /// The ranges of ports that were reserved, `A-B`.
+    pub(super) ports: Vec<String>,
     /// `net.ipv4.ip_local_reserved_ports` before the first `enable`.
     pub(super) reserved_before: String,
 }

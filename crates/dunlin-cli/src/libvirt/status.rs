@@ -25,17 +25,18 @@ impl Status {
             );
             return Ok(FAILED);
         }
-        let mut code = DONE;
-        for (words, config) in [
-            (&["redirect", "show"][..], Some(config.as_path())),
-            (&["status"], None),
-        ] {
-            let output = dunlin(words, config)?;
-            print!("{}", String::from_utf8_lossy(&output.stdout));
-            if !output.status.success() {
-                code = FAILED;
-            }
+        let rules = dunlin(&["redirect", "show"], Some(config))?;
+        print!("{}", String::from_utf8_lossy(&rules.stdout));
+        let status = dunlin(&["status"], None)?;
+        let status = String::from_utf8_lossy(&status.stdout).into_owned();
+        print!("{status}");
+        let runs = status.lines().any(|line| line.starts_with("tunnel "));
+        if !runs {
+            println!("no tunnel runs: migrations fail, and the VMs stay");
         }
-        Ok(code)
+        match runs && rules.status.success() {
+            true => Ok(DONE),
+            false => Ok(FAILED),
+        }
     }
 }

@@ -3,7 +3,6 @@
 use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
-use super::rules::RulesLine;
 use crate::text::clean;
 
 /// A running tunnel.
@@ -58,6 +57,31 @@ pub(crate) struct RedirectLine {
     /// Connections that were refused, because no route is redirected from their destination.
     pub(crate) refused: u64,
     pub(crate) rules: RulesLine,
+}
+
+/// The rules of the redirects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RulesLine {
+    /// `applied`, `different`, `missing`, or `unknown` if the rules are not watched.
+    pub(crate) state: String,
+    /// What differs, or why the state is unknown.
+    pub(crate) difference: Option<String>,
+}
+
+impl RulesLine {
+    /// The state in one line.
+    pub(crate) fn text(&self) -> String {
+        let why = self.difference.as_deref().unwrap_or_default();
+        match self.state.as_str() {
+            "applied" => "the redirect's rules are in force".to_owned(),
+            "unknown" => format!("the redirect's rules are not watched: {}", clean(why)),
+            state => format!(
+                "the redirect's rules are {} (at fault: this host): {}; run `dunlin redirect apply`",
+                clean(state),
+                clean(why)
+            ),
+        }
+    }
 }
 
 /// An on-demand listener.

@@ -9,25 +9,16 @@ use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dunlin_tunnel::Tunnel;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tracing::{info, warn};
 
+use super::line::RulesLine;
 use crate::service::start;
-use crate::text::clean;
 
 /// How often the tunnel reads the file, like `redirect watch` the rules.
 const INTERVAL: Duration = Duration::from_secs(10);
 /// The age from which the file says nothing about the rules now: three intervals.
 const TOO_OLD_S: u64 = 30;
-
-/// The rules of the redirects.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct RulesLine {
-    /// `applied`, `different`, `missing`, or `unknown` if the rules are not watched.
-    pub(crate) state: String,
-    /// What differs, or why the state is unknown.
-    pub(crate) difference: Option<String>,
-}
 
 /// The parts of `state.json` that the tunnel needs.
 #[derive(Deserialize)]
@@ -96,21 +87,5 @@ fn unknown(why: String) -> RulesLine {
     RulesLine {
         state: "unknown".to_owned(),
         difference: Some(why),
-    }
-}
-
-impl RulesLine {
-    /// The state in one line.
-    pub(crate) fn text(&self) -> String {
-        let why = self.difference.as_deref().unwrap_or_default();
-        match self.state.as_str() {
-            "applied" => "the redirect's rules are in force".to_owned(),
-            "unknown" => format!("the redirect's rules are not watched: {}", clean(why)),
-            state => format!(
-                "the redirect's rules are {} (at fault: this host): {}; run `dunlin redirect apply`",
-                clean(state),
-                clean(why)
-            ),
-        }
     }
 }

@@ -16,7 +16,7 @@ use super::table::{Found, Port, at};
 
 /// Default port of the peers' tunnels: outside the ports of toolstacks, and below the ephemeral
 /// ports (32768 and above), which any program may hold.
-const PEER_PORT: u16 = 18300;
+pub(crate) const PEER_PORT: u16 = 18300;
 /// Default port of the listener for redirected connections.
 const REDIRECT_PORT: u16 = 18301;
 /// The longest name: rules have comments of at most 128 bytes, which contain it.
