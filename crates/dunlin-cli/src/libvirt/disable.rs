@@ -7,8 +7,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::enable::{SYSCTL, record, write_file};
+use super::programs::{ConfigPath, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
-use super::{ConfigPath, UNITS, block, dunlin, has_systemd, reserved, systemctl};
+use super::{block, reserved};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::tunnel::Config;

@@ -10,9 +10,10 @@ use dunlin_ipsec::PortRange;
 use serde_json::Value;
 
 use super::host::{self, NamedPeer};
+use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::qemu_conf::QemuConf;
 use super::record::Record;
-use super::{ConfigPath, NAME, UNITS, block, dunlin, has_systemd, reserved, systemctl};
+use super::{block, reserved};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::text::clean;

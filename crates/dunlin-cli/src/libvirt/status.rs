@@ -5,7 +5,8 @@ use std::fs;
 use anyhow::Result;
 use clap::Args;
 
-use super::{ConfigPath, block, dunlin};
+use super::block;
+use super::programs::{ConfigPath, dunlin};
 use crate::code::{DONE, FAILED};
 
 #[derive(Debug, Args)]

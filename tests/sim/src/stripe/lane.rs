@@ -110,7 +110,7 @@ impl World<'_> {
             return;
         }
         self.lanes.push(Lane {
-            // The opener has not heard yet whether the sender takes the lane.
+            // The sender may still refuse the lane.
             is_coming: true,
             admitted: true,
             ..Lane::new(1, number, self.plan.rate)

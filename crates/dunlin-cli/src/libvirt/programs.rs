@@ -1,0 +1,47 @@
+//! What the commands have in common: the configuration's flag, and the programs that they run.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+/// The name of the redirect that `enable` writes.
+pub(super) const NAME: &str = "libvirt";
+/// The units of a redirect, in the order in which they are started.
+pub(super) const UNITS: [&str; 3] = [
+    "dunlin-redirect.service",
+    "dunlin-redirect-watch.service",
+    "dunlin-tunnel.service",
+];
+
+/// The tunnel's configuration.
+#[derive(Clone, Debug, Args)]
+pub(super) struct ConfigPath {
+    /// The tunnel's configuration, which is created if it does not exist.
+    #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
+    pub(super) config: PathBuf,
+}
+
+/// Runs another subcommand of this program, with its standard error on that of this process.
+pub(super) fn dunlin(words: &[&str], config: Option<&Path>) -> Result<Output> {
+    let program = std::env::current_exe().context("cannot find this program")?;
+    let mut command = Command::new(program);
+    command.args(words).stderr(Stdio::inherit());
+    if let Some(config) = config {
+        command.arg("--config").arg(config);
+    }
+    let what = format!("cannot run dunlin {}", words.join(" "));
+    command.output().context(what)
+}
+
+/// Whether systemd manages this host.
+pub(super) fn has_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+/// Runs systemctl; returns whether it succeeded.
+pub(super) fn systemctl(words: &[&str]) -> Result<bool> {
+    let status = Command::new("systemctl").args(words).status();
+    Ok(status.context("cannot run systemctl")?.success())
+}
