@@ -68,7 +68,7 @@ impl Scene {
 
     fn start_far(&mut self) {
         let config = format!(
-            "listen = \"{}:7300\"\nidentity = {:?}\n\
+            "listen = \"{}:18300\"\nidentity = {:?}\n\
              [route.ram]\ntarget = {:?}\nallow = [\"a.test\"]\n\
              [route.disk]\ntarget = {:?}\nallow = [\"a.test\"]\n",
             self.link.address(&self.destination, Family::V4),
@@ -80,10 +80,10 @@ impl Scene {
     }
 
     fn start_near(&mut self) {
-        let to = format!("{}:7300", self.link.address(&self.destination, Family::V4));
+        let to = format!("{}:18300", self.link.address(&self.destination, Family::V4));
         let to = format!("to = {to:?}\npeers = [\"b.test\"]\n");
         let config = format!(
-            "listen = \"{}:7300\"\nidentity = {:?}\n\
+            "listen = \"{}:18300\"\nidentity = {:?}\n\
              [route.ram]\nlisten = {:?}\n{to}[route.disk]\nlisten = {:?}\n{to}",
             self.link.address(&self.source, Family::V4),
             self.files.scratch.join("a"),

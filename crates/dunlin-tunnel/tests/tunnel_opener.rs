@@ -355,7 +355,7 @@ fn a_trunk_ends_with_the_address_and_the_reason_if_the_opening_side_opens_no_lan
     let peer = Dialer::trunk(&pair, 2, 0);
     let mut target = peer.channel(&pair);
     target.write_all(b"x").unwrap();
-    let reason = "cannot open lane 1 to 192.0.2.1:7300";
+    let reason = "cannot open lane 1 to 192.0.2.1:18300";
     let reset = loop {
         match receive(&peer.control) {
             Some(Message::LaneWanted { lane }) => send_message(

@@ -126,7 +126,7 @@ mod tests {
         let among = |ports: &str, local: [u8; 4], peer: [u8; 4]| {
             one.port_among(ports.parse().unwrap(), local.into(), peer.into())
         };
-        assert_eq!(among("7300-7302", local, peer), Some(7302));
+        assert_eq!(among("7301-7302", local, peer), Some(7302));
         assert_eq!(among("40000", local, peer), Some(40000));
         assert_eq!(among("7303-39999", local, peer), None);
         // The session's own protected ports do not matter here.

@@ -29,7 +29,7 @@ fn expected(kind: Kind) -> Message {
         Kind::Accept => Message::Accept {
             secret: SessionSecret(std::array::from_fn(|at| 0x60 + at as u8)),
             lanes_max: 16,
-            port: 7300,
+            port: 18_300,
         },
         Kind::Open => Message::Open(Open {
             channel,

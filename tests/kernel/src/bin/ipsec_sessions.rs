@@ -346,7 +346,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
         let serve = ["dunlin", "ipsec", "serve", "--listen", "[::]:7303"];
         command
             .args(netns("b", &serve))
-            .args(["--ports", "7300-7302", "--identity", "host-b"])
+            .args(["--ports", "7301-7302", "--identity", "host-b"])
             .args(["--peer", "host-a.example", "--control", "run-3"])
             .args(["--state-dir", state_b]);
         let server = Process::begin(command, "listening on");

@@ -51,8 +51,8 @@ fn main() -> ExitCode {
         }
         credentials(guest);
         let tap = Tap::begin();
-        let far = tunnel("b", "far", &far_config(guest, true, 7300));
-        let unprepared = tunnel("b", "unprepared", &far_config(guest, false, 7301));
+        let far = tunnel("b", "far", &far_config(guest, true, 18_300));
+        let unprepared = tunnel("b", "unprepared", &far_config(guest, false, 18_302));
         let near = tunnel("a", "near", &near_config(guest));
         println!("a_peer_without_ipsec_refuses_the_channel");
         a_peer_without_ipsec_refuses_the_channel();
@@ -74,7 +74,9 @@ fn main() -> ExitCode {
         // Only the tunnels' own connections were not sealed, and they use TLS.
         assert!(left.is_sealed(&(24_576..=28_671)), "{left:?}");
         for (from, to) in left.clear.keys() {
-            let is_tls = [7300, 7301].iter().any(|port| [from, to].contains(&port));
+            let is_tls = [18_300, 18_302]
+                .iter()
+                .any(|port| [from, to].contains(&port));
             assert!(is_tls, "{from} to {to}: {left:?}");
         }
         let sealed: u64 = left.sealed.values().sum();
@@ -182,7 +184,7 @@ fn lanes(guest: &Guest) -> Vec<u16> {
         let mut ends = line.split_whitespace().skip(2);
         let port = |end: &str| end.rsplit(':').next()?.parse::<u16>().ok();
         let (own, peer) = (port(ends.next()?)?, port(ends.next()?)?);
-        (peer == 7300 && (24_576..=28_671).contains(&own)).then_some(own)
+        (peer == 18_300 && (24_576..=28_671).contains(&own)).then_some(own)
     };
     lines.lines().filter_map(port).collect()
 }
@@ -207,7 +209,7 @@ fn path_of(guest: &Guest, name: &str) -> PathBuf {
 fn near_config(guest: &Guest) -> String {
     format!(
         r#"
-listen = "10.0.0.1:7300"
+listen = "10.0.0.1:18300"
 identity = "host-a"
 
 [limits]
@@ -219,18 +221,18 @@ rekey_after = "5s"
 
 [route.ram]
 listen = "unix:{ram}"
-to = "10.0.0.2:7300"
+to = "10.0.0.2:18300"
 peers = ["host-b.example"]
 lanes = {LANES}
 security = "ipsec"
 
 [route.echo]
-to = "10.0.0.2:7300"
+to = "10.0.0.2:18300"
 peers = ["host-b.example"]
 security = "ipsec"
 
 [route.unprepared]
-to = "10.0.0.2:7301"
+to = "10.0.0.2:18302"
 peers = ["host-b.example"]
 security = "ipsec"
 "#,

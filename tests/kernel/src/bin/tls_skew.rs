@@ -37,7 +37,7 @@ fn main() -> ExitCode {
             guest.command("dunlin", &issue);
         }
         let consumer = UnixListener::bind("consumer").expect("the folder is writable");
-        let mut port = 7300;
+        let mut port = 18_300;
         for [near, far] in versions {
             for version in [Version::V1_2, Version::V1_3] {
                 println!("{near} connects a hand-off to {far}, {version:?}");

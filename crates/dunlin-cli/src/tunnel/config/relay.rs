@@ -137,7 +137,7 @@ mod tests {
 
     use super::super::Config;
 
-    const GOOD: &str = r#"listen = "0.0.0.0:7300"
+    const GOOD: &str = r#"listen = "0.0.0.0:18300"
 identity = "/etc/dunlin"
 [route.out]
 mode = "relay"
@@ -177,7 +177,7 @@ allow = ["a.example"]
                 "to = \"b.example:16514\"",
                 "to = \"b.example\"",
                 6,
-                "host.example:7300",
+                "host.example:18300",
             ),
             ("\"0.0.0.0:16514\"", "\"16514\"", 10, "[::]:16514"),
             ("tls_listen = \"0.0.0.0:16514\"", "", 11, "needs tls_listen"),

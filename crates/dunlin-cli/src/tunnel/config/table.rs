@@ -245,7 +245,7 @@ pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
         return passed_name(name).map(Port::Passed);
     }
     text.parse().map(Port::At).map_err(|_| {
-        format!("invalid address {text:?}: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
+        format!("invalid address {text:?}: write 0.0.0.0:18300, [::]:18300 or systemd:NAME")
     })
 }
 
@@ -322,7 +322,7 @@ pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
 
 /// The host of `HOST:PORT`.
 pub(super) fn host_of(text: &str) -> Result<String, String> {
-    let wrong = || format!("invalid host and port {text:?}: write host.example:7300");
+    let wrong = || format!("invalid host and port {text:?}: write host.example:18300");
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
@@ -330,7 +330,7 @@ pub(super) fn host_of(text: &str) -> Result<String, String> {
         None if host.contains(':') => {
             return Err(format!(
                 "invalid host and port {text:?}: write an IPv6 address in brackets, as in \
-                 [2001:db8::1]:7300"
+                 [2001:db8::1]:18300"
             ));
         }
         None => host,

@@ -4,7 +4,7 @@
 use super::*;
 
 const GOOD: &str = r#"
-listen = "0.0.0.0:7300"
+listen = "0.0.0.0:18300"
 identity = "/etc/dunlin"
 drain = "5s"
 
@@ -15,7 +15,7 @@ vanished = "4s"
 
 [route.ram]
 listen = "unix:/run/dunlin/ram.sock"
-to = "b.example:7300"
+to = "b.example:18300"
 lanes = 2
 window = "32M"
 target = "unix:/run/qemu/in.sock"
@@ -30,7 +30,7 @@ exec = ["/bin/cat", "-u"]
 allow = ["b.example"]
 
 [route.each]
-to = "b.example:7300"
+to = "b.example:18300"
 target = "unix:/run/qemu/{vm}.sock"
 allow = ["b.example"]
 "#;
@@ -43,8 +43,8 @@ fn mistakes(text: &str) -> Vec<String> {
 #[test]
 fn a_good_file_is_parsed() {
     let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
-    assert_eq!(config.listen, Port::At("0.0.0.0:7300".parse().unwrap()));
-    let passed = GOOD.replacen("0.0.0.0:7300", "systemd:peers", 1);
+    assert_eq!(config.listen, Port::At("0.0.0.0:18300".parse().unwrap()));
+    let passed = GOOD.replacen("0.0.0.0:18300", "systemd:peers", 1);
     let passed = Config::parse(Path::new("t.toml"), &passed).unwrap();
     assert_eq!(passed.listen, Port::Passed("peers".to_owned()));
     assert_eq!(config.drain, Duration::from_secs(5));
@@ -68,12 +68,12 @@ fn a_good_file_is_parsed() {
 fn every_mistake_is_reported_with_its_line_and_remedy() {
     for (good, bad, line, word) in [
         (
-            "listen = \"0.0.0.0:7300\"",
-            "listen = \"7300\"",
+            "listen = \"0.0.0.0:18300\"",
+            "listen = \"18300\"",
             2,
-            "write 0.0.0.0:7300",
+            "write 0.0.0.0:18300",
         ),
-        ("0.0.0.0:7300", "systemd:", 2, "FileDescriptorName="),
+        ("0.0.0.0:18300", "systemd:", 2, "FileDescriptorName="),
         (
             "unix:/run/dunlin/ram.sock",
             "systemd:a:b",
@@ -100,14 +100,14 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
             "begin it with /",
         ),
         (
-            "to = \"b.example:7300\"",
+            "to = \"b.example:18300\"",
             "to = \"b.example\"",
             13,
-            "host.example:7300",
+            "host.example:18300",
         ),
-        ("b.example:7300", "2001:db8::2:7300", 13, "in brackets"),
-        ("b.example:7300", "2001:db8::2", 13, "in brackets"),
-        ("to = \"b.example:7300\"", "", 12, "add to"),
+        ("b.example:18300", "2001:db8::2:18300", 13, "in brackets"),
+        ("b.example:18300", "2001:db8::2", 13, "in brackets"),
+        ("to = \"b.example:18300\"", "", 12, "add to"),
         ("lanes = 2", "lanes = 200", 14, "1 to 128"),
         ("lanes = 2", "lane = 2", 14, "lane"),
         ("lanes = 2", "security = \"plain\"", 14, "in the clear"),
@@ -275,7 +275,8 @@ fn a_route_may_use_ipsec() {
 
 #[test]
 fn two_routes_with_one_listen_address_are_one_reported_mistake() {
-    let second = "[route.other]\nlisten = \"unix:/run/dunlin/ram.sock\"\nto = \"b.example:7300\"\n";
+    let second =
+        "[route.other]\nlisten = \"unix:/run/dunlin/ram.sock\"\nto = \"b.example:18300\"\n";
     let text = format!("{GOOD}\n{second}");
     let line = text.lines().position(|line| line == "[route.ram]").unwrap() + 1;
     let said = mistakes(&text);
