@@ -15,8 +15,8 @@
 //! A tunnel's routes may change while it runs, and with the routes the paths that the tunnel uses.
 //! A tunnel therefore keeps the capabilities for other users' sockets and for low ports, and reads
 //! files and creates local sockets wherever file permissions allow, but writes, creates and
-//! executes nothing else. It removes files only in the directories of the sockets that it had at
-//! its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
+//! executes nothing else. It removes files only in the directory of control sockets and in the
+//! directories of the sockets that it had at its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
 
 mod calls;
 mod files;

@@ -79,6 +79,11 @@ impl ControlPath {
         })
     }
 
+    /// The directory of control sockets; `None` if the option names one socket.
+    pub(crate) fn directory(&self) -> Option<PathBuf> {
+        Some(self.path()).filter(|path| !is_socket(path))
+    }
+
     /// The control socket of the VM with this name.
     ///
     /// A source may have sent the name, so the name must not lead out of the directory (I7).

@@ -236,6 +236,39 @@ fn a_reload_changes_the_mode_of_a_socket() {
     exchange(early.0, early.1);
 }
 
+/// As when a VM leaves this host for the second time: the first listener, and the hypervisor that
+/// waited for the VM's return, have left sockets at the path.
+#[test]
+fn a_confined_tunnel_replaces_dead_sockets_beneath_its_control_directory() {
+    let hosts = Hosts::new();
+    let config = near_config(&hosts, "127.0.0.1:9", "ram", "in");
+    let listen_at = format!("listen = \"unix:{}\"\n", hosts.scratch.join("in").display());
+    let near = Tunnel::start(&hosts, "near", &config.replace(&listen_at, ""));
+    let confined = near.wait_for("confined");
+    assert!(confined.contains("Landlock"), "{confined}");
+    let directory = control(&hosts).join("vm");
+    fs::create_dir(&directory).unwrap();
+    let path = directory.join("web.ram");
+    let ask = |line: &str| {
+        let mut command = words(&format!("tunnel {line}"));
+        command.arg("--config").arg(&near.config);
+        command.arg("--control").arg(control(&hosts));
+        finish(command).expect(0);
+    };
+    let address = format!("unix:{}", path.display());
+    for _ in 0..2 {
+        ask(&format!("open ram --listen {address}"));
+        ask(&format!("close {address}"));
+        let until = Instant::now() + TIMEOUT;
+        while path.exists() {
+            assert!(Instant::now() < until, "the socket of the listener stays");
+        }
+        // The hypervisor ends, and leaves its socket.
+        drop(listen(path.clone()));
+    }
+    ask(&format!("open ram --listen {address}"));
+}
+
 /// Two VMs share the path of a target: the hypervisor that waits for the second one replaces the
 /// socket of the first one.
 #[test]

@@ -77,7 +77,9 @@ impl Run {
         let control = socket
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
-        let sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
+        let mut sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
+        // The sockets of `tunnel open` may be beneath this directory.
+        sockets.extend(socket.as_ref().and_then(|_| self.control.directory()));
         let owners: Vec<_> = config.routes.access_of_sockets().copied().collect();
         let confined =
             self.confining
