@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use dunlin_proto::fault::FaultCode;
 
+use super::echo::{self, ECHO_ROUTE};
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::hub::Hub;
 use super::meter::Count;
 use super::options::WINDOW_BYTES;
-use super::probe::ECHO_ROUTE;
 use super::socket::Socket;
-use super::{parameter, probe, target};
+use super::{parameter, target};
 
 /// Connects a channel to its target and reports the result to the core. Runs in a separate thread.
 pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
@@ -45,7 +45,7 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
         if route == ECHO_ROUTE && hub.site.has_exit_for(&hub.terms.peer) {
-            let opened = probe::echo(&hub.echoes);
+            let opened = echo::start(&hub.echoes);
             let stream = opened.or_failure(FaultCode::Busy, "cannot start an echo")?;
             let count = Count::new(hub.site.meter(ECHO_ROUTE), None);
             return Ok((stream.counted(count), WINDOW_BYTES));

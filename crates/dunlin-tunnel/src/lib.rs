@@ -26,7 +26,7 @@
 //!   the packet filter redirects. `on_demand`: listeners that are opened for one
 //!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
 //!   connect.
-//! - `probe`: sends bytes to a peer and back, to test the path; and the peer's side of it.
+//! - `probe`: sends bytes to a peer and back, to test the path. `echo`: the peer's side of it.
 //! - `carriers`: passes an accepted connection to a trunk or a relay.
 //! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
@@ -51,6 +51,7 @@ mod channels;
 mod control;
 mod counted;
 mod dials;
+mod echo;
 mod entrance;
 mod error;
 mod event;
@@ -100,6 +101,7 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
 pub use dunlin_linux::local::FileAccess;
+pub use echo::MAX_PROBE_BYTES;
 pub use error::TunnelError;
 pub use event::{ChannelId, Event};
 pub use failure::Failure;
@@ -113,6 +115,7 @@ pub use options::{
     BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
     Routes, WINDOW_BYTES,
 };
+pub use probe::Probe;
 pub use rate::LEAST_RATE;
 pub use route::{Listen, RelayExit, Target};
 pub use status::{RouteStatus, Status};

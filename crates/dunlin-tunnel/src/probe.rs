@@ -1,18 +1,10 @@
-//! The echo: a channel that returns its bytes, to test the path to a peer before a VM depends on it.
-//!
-//! ```text
-//!  Tunnel::probe ─▶ channel of the route `dunlin-echo` ═ trunk ═▶ echo in the peer's tunnel
-//!       ▲                                                            │
-//!       └────────────────────── the same bytes ◀─────────────────────┘
-//! ```
-//!
-//! Every tunnel answers the route for peers that may use one of its targets.
+//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it. The peer's
+//! side is in `echo`.
 
 use dunlin_lane::sync::{self, lock};
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,22 +12,13 @@ use std::time::{Duration, Instant};
 use dunlin_proto::fault::FaultCode;
 
 use super::carriers::Carriers;
-use super::counted::Counted;
+use super::echo::{ECHO_ROUTE, MAX_PROBE_BYTES, TIMEOUT};
 use super::failure::{Failure, OrFailure};
 use super::listener::next_number;
 use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::socket::Stream;
 
-/// The route of the echo. A configured target of this name takes its place.
-pub(super) const ECHO_ROUTE: &str = "dunlin-echo";
-
-/// The maximum number of bytes that an echo returns.
-pub const MAX_PROBE_BYTES: u64 = 1 << 30;
-/// How long an echo waits for the next bytes, and how long a probe waits for its bytes to return.
-const TIMEOUT: Duration = Duration::from_secs(20);
-/// The maximum number of echoes of one trunk. Each has a thread.
-const ECHOES: usize = 4;
 const PIECE_BYTES: usize = 256 << 10;
 
 /// The result of [`super::Tunnel::probe`].
@@ -198,28 +181,4 @@ impl Tally for Outcome {
         });
         self.changed.notify_all();
     }
-}
-
-/// Starts an echo. `echoes` counts those of the same trunk that have not ended. Returns its
-/// connection.
-///
-/// # Errors
-/// Too many echoes run, or the process has no free descriptors or threads.
-pub(super) fn echo(echoes: &Arc<AtomicUsize>) -> io::Result<Stream> {
-    let running = Counted::one_more(echoes, ECHOES).ok_or_else(|| {
-        let text = format!("limit of simultaneous tests reached for this peer ({ECHOES})");
-        io::Error::new(io::ErrorKind::QuotaExceeded, text)
-    })?;
-    let (near, far) = UnixStream::pair()?;
-    far.set_read_timeout(Some(TIMEOUT))?;
-    far.set_write_timeout(Some(TIMEOUT))?;
-    thread::Builder::new()
-        .name("dunlin-echo".to_owned())
-        .spawn(move || {
-            let _running = running;
-            // A failure ends the connection, which the peer sees.
-            let _ = io::copy(&mut (&far).take(MAX_PROBE_BYTES), &mut &far);
-            let _ = far.shutdown(Shutdown::Write);
-        })?;
-    Stream::unix(near)
 }

@@ -76,8 +76,11 @@ struct Plan {
     peers: Vec<NamedPeer>,
     users: Vec<String>,
     local: Vec<IpAddr>,
-    plain: Option<(Vec<IpAddr>, String)>,
+    plain: Option<Plain>,
 }
+
+/// Hosts without Dunlin, and the last day on which they may migrate in the clear.
+type Plain = (Vec<IpAddr>, String);
 
 impl Enable {
     pub(crate) fn run(&self) -> Result<i32> {
@@ -176,7 +179,7 @@ impl Enable {
     }
 
     /// The peers that an earlier `enable` wrote, and the hosts without Dunlin.
-    fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<(Vec<IpAddr>, String)>)> {
+    fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<Plain>)> {
         let config = &self.config.config;
         let Some(text) = before(config)?.filter(|text| block::is_in(text)) else {
             return Ok((Vec::new(), None));
