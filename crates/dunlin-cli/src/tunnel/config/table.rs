@@ -1,13 +1,14 @@
 //! A route's table in the file, and its values.
 
 use std::fmt;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::anyhow;
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin_tunnel::{Entrance, Listen, Mode, Sockets, Target, WINDOW_BYTES};
+use dunlin_ipsec::PortRange;
+use dunlin_tunnel::{Entrance, Listen, Mode, Ports, Sockets, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -281,10 +282,34 @@ pub(crate) fn parse_listen(text: &str) -> Result<Listen, String> {
 }
 
 fn parse_target(text: &str) -> Result<Target, String> {
+    if let Some((address, ports)) = text.strip_prefix("tcp:").and_then(|at| at.rsplit_once(':'))
+        && ports.contains('-')
+    {
+        return ports_target(address, ports);
+    }
     parse_server(text, Target::Unix, Target::Tcp).unwrap_or_else(|| {
         Err(format!(
             "invalid target {text:?}: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
         ))
+    })
+}
+
+/// A target `tcp:ADDRESS:FIRST-LAST`: the peer's parameter `port` names one of the ports.
+fn ports_target(address: &str, ports: &str) -> Result<Target, String> {
+    let bare = address
+        .strip_prefix('[')
+        .and_then(|one| one.strip_suffix(']'));
+    let address = bare.unwrap_or(address).parse::<IpAddr>().map_err(|_| {
+        format!("invalid address {address:?}: a target with several ports needs an address, such as 127.0.0.1")
+    })?;
+    let range = ports.parse::<PortRange>();
+    let range = range.map_err(|error| format!("invalid ports {ports:?}: {error}"))?;
+    Ok(Target::Ports {
+        addresses: vec![address],
+        ports: Ports {
+            first: range.first(),
+            last: range.last(),
+        },
     })
 }
 

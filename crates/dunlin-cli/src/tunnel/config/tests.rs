@@ -233,6 +233,26 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
 }
 
 #[test]
+fn a_target_may_have_a_range_of_ports_at_an_address() {
+    let with = |target: &str| {
+        let text = GOOD.replacen("tcp:127.0.0.1:10809", target, 1);
+        Config::parse(Path::new("t.toml"), &text)
+    };
+    for target in ["tcp:127.0.0.1:49152-49215", "tcp:[::1]:49152-49215"] {
+        let routes = format!("{:?}", with(target).unwrap().routes);
+        assert!(routes.contains("first: 49152, last: 49215"), "{routes}");
+    }
+    for target in [
+        "tcp:b.example:49152-49215",
+        "tcp:127.0.0.1:49215-49152",
+        "tcp:127.0.0.1:0-70000",
+        "tcp:127.0.0.1:1-2-3",
+    ] {
+        assert!(with(target).is_err(), "{target}");
+    }
+}
+
+#[test]
 fn all_mistakes_are_reported_at_once() {
     let text = GOOD
         .replacen("lanes = 2", "lanes = 0", 1)

@@ -96,7 +96,7 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("60000-60050", "49215-49300", 11, "overlap"),
         ("60000-60050", "18250-18300", 11, "which is listen"),
         ("60000-60050", "18301", 11, "which is redirect_port"),
-        ("60000-60050", "7000-18300", 11, "which is peer_port"),
+        ("60000-60050", "18290-18300", 11, "which is peer_port"),
         ("\"192.0.2.2\" =", "\"192.0.2\" =", 6, "host name"),
         ("\"192.0.2.2\" =", "\"0.0.0.0\" =", 6, "one host"),
         ("\"192.0.2.2\" =", "\"b_.example:1\" =", 6, "host name"),
