@@ -120,7 +120,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Starts both hosts. Returns when both libvirtds accept connections.
+    /// Starts both hosts. Returns when both libvirtds accept connections and know their QEMU.
     ///
     /// # Errors
     /// See [`LibvirtError`].
@@ -141,11 +141,18 @@ impl Pair {
             }
             Daemon::start(host, side.name(), side.uuid(), &root, &files)
         };
-        Ok(Self {
+        let pair = Self {
             a: start(a, Side::A, of_a)?,
             b: start(b, Side::B, of_b)?,
             link,
-        })
+        };
+        // libvirtd examines QEMU when it first needs it, which takes seconds. Migrations then take the
+        // time that they take on hosts in use.
+        let examined = [&pair.a, &pair.b].map(|on| on.virsh_begin("domcapabilities"));
+        for one in examined {
+            one?.wait(TIMEOUT)?;
+        }
+        Ok(pair)
     }
 
     /// One of the hosts.

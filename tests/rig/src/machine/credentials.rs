@@ -49,7 +49,8 @@ impl Credentials {
             ("server", server, ExtendedKeyUsagePurpose::ServerAuth),
             ("client", client, ExtendedKeyUsagePurpose::ClientAuth),
         ] {
-            let (certificate, key) = authority.issue(name, vec![usage]);
+            let names = [dns(name), SanType::IpAddress(Ipv4Addr::LOCALHOST.into())];
+            let (certificate, key) = authority.issue(name, names.into(), vec![usage]);
             write(&folder.join(format!("{role}-cert.pem")), &certificate)?;
             write(&folder.join(format!("{role}-key.pem")), &key)?;
         }
@@ -73,7 +74,7 @@ pub(crate) fn of_hosts(names: [&str; 2]) -> [Vec<(&'static str, String)>; 2] {
             ExtendedKeyUsagePurpose::ServerAuth,
             ExtendedKeyUsagePurpose::ClientAuth,
         ];
-        let (certificate, key) = authority.issue(name, usages);
+        let (certificate, key) = authority.issue(name, vec![dns(name)], usages);
         vec![
             ("ca-cert.pem", authority.certificate.clone()),
             ("server-cert.pem", certificate.clone()),
@@ -106,13 +107,15 @@ impl Authority {
         }
     }
 
-    /// Issues a certificate for `name` and 127.0.0.1. Returns it and its key as PEM.
-    fn issue(&self, name: &str, usages: Vec<ExtendedKeyUsagePurpose>) -> (String, String) {
+    /// Issues a certificate. Returns it and its key as PEM.
+    fn issue(
+        &self,
+        name: &str,
+        names: Vec<SanType>,
+        usages: Vec<ExtendedKeyUsagePurpose>,
+    ) -> (String, String) {
         let mut bearer = parameters(name);
-        bearer.subject_alt_names = vec![
-            SanType::DnsName(name.try_into().expect("the name is a DNS name")),
-            SanType::IpAddress(Ipv4Addr::LOCALHOST.into()),
-        ];
+        bearer.subject_alt_names = names;
         // QEMU requires keyEncipherment, which TLS 1.3 does not use.
         bearer.key_usages = vec![
             KeyUsagePurpose::DigitalSignature,
@@ -125,6 +128,10 @@ impl Authority {
             .expect("the parameters are complete");
         (certificate.pem(), key.serialize_pem())
     }
+}
+
+fn dns(name: &str) -> SanType {
+    SanType::DnsName(name.try_into().expect("the name is a DNS name"))
 }
 
 fn parameters(name: &str) -> CertificateParams {
