@@ -1,0 +1,260 @@
+//! Two hosts with libvirt, the configuration of a tunnel with a redirect on each, and what must hold for
+//! a migration: virsh, the machine, the tunnel and the wire agree.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use dunlin_rig::hosts::{Family, Traffic, Wire};
+use dunlin_rig::libvirt::{
+    CONTROL_PORT, CREDENTIALS, Ended, PORTS, Pair, Running, Side, TIMEOUT, Vm,
+};
+use dunlin_rig::need;
+
+use super::support::{Done, Scratch, finish, words};
+use super::tunnel::Tunnel;
+
+pub const TUNNEL_PORT: u16 = 18300;
+
+/// How long virsh may take to fail if a part is missing. It takes one second, most of which is the
+/// start of QEMU on the target, and up to three on a busy machine.
+pub const FAST: Duration = Duration::from_secs(5);
+
+/// Two hosts with libvirt, and the configurations of their tunnels.
+pub struct Scene {
+    pub pair: Pair,
+    pub tunnels: [Option<Tunnel>; 2],
+    pub scratch: Scratch,
+}
+
+impl Scene {
+    /// Hosts with libvirt alone.
+    pub fn bare() -> Option<Self> {
+        Some(Self {
+            pair: need::libvirt()?,
+            tunnels: [None, None],
+            scratch: Scratch::new(),
+        })
+    }
+
+    /// Hosts with a tunnel and a redirect on each.
+    pub fn new() -> Option<Self> {
+        let mut scene = Self::bare()?;
+        for side in [Side::A, Side::B] {
+            let peer = scene.address(side.other(), Family::V4);
+            scene.configure(side, &peer, "");
+            scene.begin_dunlin(side);
+        }
+        Some(scene)
+    }
+
+    pub fn begin_dunlin(&mut self, side: Side) {
+        self.start(side);
+        self.redirect(side, "apply").expect(0);
+    }
+
+    pub fn config(&self, side: Side) -> PathBuf {
+        self.scratch.join(format!("{}.toml", side.name()))
+    }
+
+    /// A host's address on the link.
+    pub fn address(&self, side: Side, family: Family) -> String {
+        let host = self.pair.on(side).host();
+        self.pair.link.address(host, family).to_string()
+    }
+
+    /// Writes the configuration of a host. `peer` is an address or the name of the other host, and
+    /// `more` further keys of the redirect.
+    pub fn configure(&self, side: Side, peer: &str, more: &str) {
+        let daemon = self.pair.on(side);
+        let text = format!(
+            "listen = \"[::]:{TUNNEL_PORT}\"\nidentity = {:?}\n\
+             [redirect.libvirt]\nports = \"{}-{}\"\npeers = {{ {peer:?} = {:?} }}\n\
+             users = [\"root\", \"libvirt-qemu\"]\n{more}",
+            daemon.path_inside(CREDENTIALS),
+            PORTS.start(),
+            PORTS.end(),
+            side.other().name(),
+        );
+        fs::write(self.config(side), text).unwrap();
+    }
+
+    /// Kills the tunnel of a host.
+    pub fn stop(&mut self, side: Side) {
+        self.tunnels[side as usize] = None;
+    }
+
+    pub fn start(&mut self, side: Side) {
+        let file = self.config(side);
+        let mut command = words("tunnel run --config");
+        command.arg(&file);
+        let command = self.pair.on(side).enter(&command);
+        self.tunnels[side as usize] = Some(Tunnel::follow(command, file));
+    }
+
+    /// Runs `dunlin redirect` with these words and the host's configuration.
+    pub fn redirect(&self, side: Side, what: &str) -> Done {
+        let mut command = words("redirect");
+        command
+            .args(what.split_whitespace())
+            .arg("--config")
+            .arg(self.config(side));
+        finish(self.pair.on(side).enter(&command))
+    }
+
+    /// Runs a program on a host.
+    pub fn run(&self, side: Side, line: &str) -> Done {
+        let mut line = line.split_whitespace();
+        let mut command = Command::new(line.next().unwrap());
+        command.args(line);
+        finish(self.pair.on(side).enter(&command))
+    }
+
+    /// Ends the tunnels, and returns what they logged.
+    pub fn logs(&self) -> String {
+        let log = |tunnel: &Tunnel| {
+            tunnel.signal("KILL");
+            tunnel.log.rest().join("\n")
+        };
+        let logs = self.tunnels.iter().flatten().map(log);
+        logs.collect::<Vec<_>>().join("\n--\n")
+    }
+
+    pub fn count(&self, vms: &[&Vm]) -> Wire {
+        let all: HashSet<u64> = vms.iter().flat_map(|vm| vm.words()).collect();
+        self.pair.link.count(self.pair.a.host(), all).unwrap()
+    }
+
+    pub fn begin(&self, from: Side, vm: &Vm, flags: &str) -> Running {
+        let line = format!(
+            "migrate --live {flags} {} qemu+tcp://{}/system",
+            vm.name,
+            from.other().name()
+        );
+        self.pair.on(from).virsh_begin(&line).unwrap()
+    }
+
+    /// The connections of the toolstack that the tunnel of a host has carried: those that ended well,
+    /// and those that failed.
+    pub fn carried(&self, side: Side) -> (u64, u64) {
+        let status = finish(self.pair.on(side).enter(&words("status --json"))).expect(0);
+        let line = status
+            .lines()
+            .into_iter()
+            .find(|line| line["event"] == "tunnel");
+        let route = &line.unwrap()["routes"][0];
+        let number = |key: &str| route[key].as_u64().unwrap();
+        assert_eq!(number("channels"), 0, "{route}");
+        (number("closed") + number("left_unread"), number("failed"))
+    }
+
+    /// Migrates machines at the same time. Expects that they arrive, and that all of it went through
+    /// the tunnels. Returns the number of connections.
+    pub fn moves(&self, from: Side, vms: &[&Vm], flags: &str) -> u64 {
+        let (carried, failed) = self.carried(from);
+        let before: Vec<u64> = vms
+            .iter()
+            .map(|vm| self.pair.visits(from, vm).unwrap())
+            .collect();
+        let wire = self.count(vms);
+        let running: Vec<Running> = vms.iter().map(|vm| self.begin(from, vm, flags)).collect();
+        let ended: Vec<Ended> = running
+            .into_iter()
+            .map(|one| one.wait(TIMEOUT).unwrap())
+            .collect();
+        let traffic = wire.stop().unwrap();
+        for one in &ended {
+            assert!(one.is_ok(), "{flags}: {}\n{}", one.said, self.logs());
+        }
+        let took = ended.iter().map(|one| one.took).max().unwrap();
+        println!("{from:?} {} {flags}: {took:?}, {traffic:?}", vms.len());
+        assert_tunnelled(&traffic, vms);
+        for (vm, before) in vms.iter().zip(before) {
+            assert!(self.pair.visits(from.other(), vm).unwrap() > before);
+            self.runs_on(from.other(), vm);
+        }
+        let (now, failed_now) = self.carried(from);
+        assert_eq!(failed_now, failed, "{flags}");
+        now - carried
+    }
+
+    /// Expects that a migration fails at once, that the machine runs on, and that none of its memory
+    /// was sent in the clear.
+    /// Returns the connections that were tried on the wire.
+    pub fn fails(&self, from: Side, vm: &Vm, flags: &str) -> BTreeMap<u16, u64> {
+        let wire = self.count(&[vm]);
+        let ended = self.begin(from, vm, flags).wait(TIMEOUT).unwrap();
+        let traffic = wire.stop().unwrap();
+        let said = ended.said.trim();
+        println!("{flags}: {:?}, {said}, {traffic:?}", ended.took);
+        assert_eq!(ended.code, Some(1), "{said}");
+        assert!(ended.took < FAST, "{:?}: {said}", ended.took);
+        assert_no_clear(&traffic);
+        self.runs_on(from, vm);
+        traffic.tried
+    }
+
+    /// Waits until some of a machine's memory was sent.
+    pub fn wait_sent(&self, side: Side, vm: &Vm) {
+        let deadline = Instant::now() + TIMEOUT;
+        let job = format!("domjobinfo --rawstats {}", vm.name);
+        loop {
+            let job = self.pair.must(side, &job).unwrap();
+            let sent = job
+                .lines()
+                .find_map(|line| line.split_once("memory_processed: "));
+            let sent: u64 = sent.map_or(0, |(_, bytes)| bytes.trim().parse().unwrap());
+            if sent > 1 << 20 {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{job}");
+        }
+    }
+
+    /// Expects that the machine runs on this host and only there, and that its memory is intact.
+    pub fn runs_on(&self, side: Side, vm: &Vm) {
+        let state = self.pair.state(side, vm).unwrap().unwrap_or_default();
+        assert!(state.starts_with("running"), "{state}");
+        let other = self.pair.state(side.other(), vm).unwrap();
+        assert!(
+            other
+                .as_deref()
+                .is_none_or(|state| state.starts_with("shut off")),
+            "{other:?}"
+        );
+        self.pair.visits(side, vm).unwrap();
+        self.pair.check(side, vm).unwrap();
+    }
+}
+
+/// Expects nothing of a machine's memory in the clear, and no payload on the toolstack's ports.
+pub fn assert_no_clear(traffic: &Traffic) {
+    assert!(traffic.found.is_empty(), "{traffic:?}");
+    let allowed = [TUNNEL_PORT, CONTROL_PORT];
+    let ports = traffic.ports();
+    assert!(
+        ports.iter().all(|port| allowed.contains(port)),
+        "{traffic:?}"
+    );
+    assert_eq!(traffic.others, 0, "{traffic:?}");
+}
+
+/// Expects the machines' memory on the tunnel's port, and nothing in the clear.
+pub fn assert_tunnelled(traffic: &Traffic, vms: &[&Vm]) {
+    assert_no_clear(traffic);
+    // The guests' pages cannot be compressed.
+    let memory: u64 = vms.iter().map(|vm| vm.workload.pages * 4096).sum();
+    assert!(traffic.bytes[&TUNNEL_PORT] > memory, "{traffic:?}");
+}
+
+/// Whether the long tests run, too.
+pub fn soak() -> bool {
+    let is_soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
+    if !is_soak {
+        println!("only the soak runs this test (DUNLIN_SOAK=1)");
+    }
+    is_soak
+}

@@ -1,0 +1,145 @@
+//! Tunnels that end or fall silent during a migration of libvirt, and the less usual configurations of
+//! a redirect.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/libvirt.rs"]
+mod libvirt;
+mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
+
+use std::time::{Duration, Instant};
+
+use dunlin_rig::hosts::Family;
+use dunlin_rig::libvirt::{PORTS, Side, TIMEOUT, Vm};
+use dunlin_rig::need;
+use libvirt::{Scene, assert_no_clear, soak};
+
+/// Longer than a tunnel waits for a silent peer (10 s).
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// Slow enough that a test can act while the migration runs.
+const SLOW: &str = "--bandwidth 4";
+
+#[test]
+fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(mut scene) = Scene::new() else {
+        return;
+    };
+    let vm = Vm::new("web");
+    scene.pair.create(Side::A, &vm).unwrap();
+    for (side, signal) in [(Side::A, "KILL"), (Side::B, "KILL"), (Side::B, "STOP")] {
+        for more in ["", "--parallel --parallel-connections 2"] {
+            let wire = scene.count(&[&vm]);
+            let running = scene.begin(Side::A, &vm, &format!("{SLOW} {more}"));
+            scene.wait_sent(Side::A, &vm);
+            scene.tunnels[side as usize]
+                .as_ref()
+                .unwrap()
+                .signal(signal);
+            let signalled = Instant::now();
+            let ended = running.wait(TIMEOUT).unwrap();
+            let took = signalled.elapsed();
+            println!("{side:?} {signal} {more}: {took:?}, {}", ended.said.trim());
+            assert_eq!(ended.code, Some(1), "{}", ended.said);
+            assert!(took < SILENCE, "{took:?}");
+            assert_no_clear(&wire.stop().unwrap());
+            scene.runs_on(Side::A, &vm);
+            scene.stop(side);
+            scene.start(side);
+        }
+        scene.moves(Side::A, &[&vm], "");
+        scene.moves(Side::B, &[&vm], "");
+    }
+}
+
+/// IPv6, and a peer that the configuration names by its host name.
+#[test]
+fn peers_are_addresses_of_both_families_and_names() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(mut scene) = Scene::bare() else {
+        return;
+    };
+    let vm = Vm::new("web");
+    scene.pair.create(Side::A, &vm).unwrap();
+    for side in [Side::A, Side::B] {
+        let peer = scene.address(side.other(), Family::V6);
+        scene.configure(side, &peer, "");
+        scene.begin_dunlin(side);
+    }
+    let mut from = Side::A;
+    for more in ["", "", "--parallel --parallel-connections 2"] {
+        let to = scene.address(from.other(), Family::V6);
+        scene.moves(from, &[&vm], &format!("--migrateuri tcp://[{to}] {more}"));
+        from = from.other();
+    }
+    for side in [Side::A, Side::B] {
+        scene.stop(side);
+        scene.configure(side, side.other().name(), "");
+        scene.begin_dunlin(side);
+    }
+    // Three migrations have left the machine on B.
+    scene.moves(Side::B, &[&vm], "");
+    scene.moves(Side::A, &[&vm], "");
+}
+
+/// QEMU on the target listens at one address, so that the tunnel must connect to that address.
+#[test]
+fn a_target_that_listens_at_one_address_needs_local() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(mut scene) = Scene::new() else {
+        return;
+    };
+    let vm = Vm::new("web");
+    scene.pair.create(Side::A, &vm).unwrap();
+    let address = scene.address(Side::B, Family::V4);
+    let flags = format!("--listen-address {address}");
+    scene.fails(Side::A, &vm, &flags);
+    scene.stop(Side::B);
+    let peer = scene.address(Side::A, Family::V4);
+    scene.configure(Side::B, &peer, &format!("local = [{address:?}]\n"));
+    scene.begin_dunlin(Side::B);
+    scene.moves(Side::A, &[&vm], &flags);
+}
+
+/// During a rollout a host admits peers without Dunlin, in the clear and counted.
+#[test]
+fn a_peer_of_plain_from_is_admitted_in_the_clear() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(mut scene) = Scene::bare() else {
+        return;
+    };
+    let vm = Vm::new("web");
+    scene.pair.create(Side::A, &vm).unwrap();
+    let plain = scene.address(Side::A, Family::V4);
+    let until = (time::OffsetDateTime::now_utc() + time::Duration::days(2)).date();
+    let more = format!("plain_from = [{plain:?}]\nplain_until = \"{until}\"\n");
+    scene.configure(Side::B, "10.77.255.1", &more);
+    scene.begin_dunlin(Side::B);
+    let wire = scene.count(&[&vm]);
+    let ended = scene.begin(Side::A, &vm, "").wait(TIMEOUT).unwrap();
+    assert!(ended.is_ok(), "{}", ended.said);
+    let traffic = wire.stop().unwrap();
+    assert!(
+        PORTS.clone().any(|port| traffic.found.contains_key(&port)),
+        "{traffic:?}"
+    );
+    let shown = scene.redirect(Side::B, "show --json").expect(0);
+    let counters = &shown.last()["counters"]["libvirt"];
+    assert!(counters["plain"][&plain].as_u64() >= Some(1), "{counters}");
+    assert_eq!(counters["rejected_input"], 0, "{counters}");
+}
