@@ -66,19 +66,23 @@ impl Scene {
         self.pair.link.address(host, family).to_string()
     }
 
-    /// Writes the configuration of a host. `peer` is an address or the name of the other host, and
-    /// `more` further keys of the redirect.
+    /// Writes the configuration of a host for libvirt. `peer` is an address or the name of the other
+    /// host, and `more` further keys of the redirect.
     pub fn configure(&self, side: Side, peer: &str, more: &str) {
-        let daemon = self.pair.on(side);
-        let text = format!(
-            "listen = \"[::]:{TUNNEL_PORT}\"\nidentity = {:?}\n\
-             [redirect.libvirt]\nports = \"{}-{}\"\npeers = {{ {peer:?} = {:?} }}\n\
-             users = [\"root\", \"libvirt-qemu\"]\n{more}",
-            daemon.path_inside(CREDENTIALS),
+        let redirect = format!(
+            "[redirect.libvirt]\nports = \"{}-{}\"\nusers = [\"root\", \"libvirt-qemu\"]\n\
+             peers = {{ {peer:?} = {:?} }}\n{more}",
             PORTS.start(),
             PORTS.end(),
             side.other().name(),
         );
+        self.write(side, &redirect);
+    }
+
+    /// Writes the configuration of a host with this redirect.
+    pub fn write(&self, side: Side, redirect: &str) {
+        let identity = self.pair.on(side).path_inside(CREDENTIALS);
+        let text = format!("listen = \"[::]:{TUNNEL_PORT}\"\nidentity = {identity:?}\n{redirect}");
         fs::write(self.config(side), text).unwrap();
     }
 
@@ -137,18 +141,21 @@ impl Scene {
         self.pair.on(from).virsh_begin(&line).unwrap()
     }
 
-    /// The connections of the toolstack that the tunnel of a host has carried: those that ended well,
-    /// and those that failed.
+    /// Waits until the tunnel of a host has no connection of the toolstack: a tunnel keeps those of a
+    /// peer that ended for some seconds. Returns how many ended well so far, and how many failed.
     pub fn carried(&self, side: Side) -> (u64, u64) {
-        let status = finish(self.pair.on(side).enter(&words("status --json"))).expect(0);
-        let line = status
-            .lines()
-            .into_iter()
-            .find(|line| line["event"] == "tunnel");
-        let route = &line.unwrap()["routes"][0];
-        let number = |key: &str| route[key].as_u64().unwrap();
-        assert_eq!(number("channels"), 0, "{route}");
-        (number("closed") + number("left_unread"), number("failed"))
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            let status = finish(self.pair.on(side).enter(&words("status --json"))).expect(0);
+            let lines = status.lines();
+            let line = lines.iter().find(|line| line["event"] == "tunnel").unwrap();
+            let route = &line["routes"][0];
+            let number = |key: &str| route[key].as_u64().unwrap();
+            if number("channels") == 0 {
+                return (number("closed") + number("left_unread"), number("failed"));
+            }
+            assert!(Instant::now() < deadline, "{route}");
+        }
     }
 
     /// Migrates machines at the same time. Expects that they arrive, and that all of it went through
