@@ -4,8 +4,11 @@ use std::sync::Arc;
 
 use dunlin_proto::negotiate::LaneSecurity;
 
+use super::failure::Failure;
+use super::hub::Hub;
 use super::options::{Entrance, Mode};
 use super::relay::Relays;
+use super::route::Destination;
 use super::site::Site;
 use super::socket::Socket;
 use super::trunks::Trunks;
@@ -38,6 +41,22 @@ impl Carriers {
         };
         self.trunks
             .carry(entrance, security, listener, parameter, socket);
+    }
+
+    /// Returns the trunk to the peer of a striped entrance. Dials it if there is none.
+    ///
+    /// # Errors
+    /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
+    pub(super) fn keep_up(&self, entrance: &Entrance) -> Result<Arc<Hub>, Failure> {
+        let security = match entrance.mode {
+            Mode::StripeOverIpsec => LaneSecurity::Ipsec,
+            _ => LaneSecurity::Tls,
+        };
+        self.trunks.keep_up(Destination {
+            to: entrance.to.clone(),
+            peers: entrance.peers.clone(),
+            security,
+        })
     }
 
     /// The number of connections that trunks and relays carry, or that wait for them.

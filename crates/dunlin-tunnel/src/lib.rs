@@ -22,7 +22,7 @@
 //!
 //! - `options`: routes and limits, checked before anything is opened. `route`: the two ends of a
 //!   route.
-//! - `entrance`: the listeners of the configuration. `redirect`: the listener for connections that
+//! - `entrance`: the listeners of the configuration. `redirect`: the listeners for connections that
 //!   the packet filter redirects. `on_demand`: listeners that are opened for one
 //!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
 //!   connect.
@@ -86,7 +86,8 @@ mod trunks;
 mod watched;
 
 use dunlin_lane::sync::lock;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
@@ -125,6 +126,7 @@ pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 use carriers::Carriers;
 use entrance::EntranceListener;
 use rate::Rates;
+use redirect::Gate;
 use relay::Relays;
 use site::Site;
 use threads::Worker;
@@ -185,7 +187,8 @@ pub struct Tunnel {
     carriers: Carriers,
     tls: ServerTls,
     entrances: Mutex<Vec<EntranceListener>>,
-    redirect: Mutex<Option<RedirectListener>>,
+    /// By their port on loopback.
+    gates: Mutex<BTreeMap<u16, Gate>>,
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
     address: SocketAddr,
@@ -248,7 +251,7 @@ impl Tunnel {
             carriers,
             tls,
             entrances: Mutex::default(),
-            redirect: Mutex::default(),
+            gates: Mutex::default(),
             on_demand: Mutex::default(),
             sockets,
             address,
@@ -393,7 +396,7 @@ impl Tunnel {
     /// redirected from their original destination; `None` if no route's connections are redirected.
     pub fn refused_redirects(&self) -> Option<u64> {
         let refused = || self.site.strays.load(Ordering::Relaxed);
-        lock(&self.redirect).as_ref().map(|_| refused())
+        (!lock(&self.gates).is_empty()).then(refused)
     }
 
     /// The status of each trunk and of each relay's channel.
@@ -429,8 +432,8 @@ impl Tunnel {
     /// address.
     fn listen(&self, identities: &Identities, routes: &Routes) -> Result<(), TunnelError> {
         let mut entrances = lock(&self.entrances);
-        let mut redirect = lock(&self.redirect);
-        let mut fresh = Vec::new();
+        let mut gates = lock(&self.gates);
+        let (mut fresh, mut new_gates) = (Vec::new(), BTreeMap::new());
         let mut stay = Vec::new();
         for entrance in &routes.entrances {
             if matches!(
@@ -452,17 +455,17 @@ impl Tunnel {
                 error,
             })?);
         }
-        let port = routes.redirect_port;
-        let opened = match port {
-            Some(port) if !redirect.as_ref().is_some_and(|one| one.is_at(port)) => {
-                Some(self.open_redirect(port)?)
-            }
+        let redirected = routes.entrances.iter().filter_map(|one| match one.listen {
+            Listen::Redirected { at, .. } => Some(at),
             _ => None,
-        };
-        self.carriers.relays.listen(identities, routes)?;
-        if opened.is_some() || port.is_none() {
-            *redirect = opened;
+        });
+        let redirected: BTreeSet<u16> = redirected.collect();
+        for at in redirected.iter().filter(|at| !gates.contains_key(at)) {
+            new_gates.insert(*at, Gate::start(&self.carriers, *at)?);
         }
+        self.carriers.relays.listen(identities, routes)?;
+        gates.retain(|at, _| redirected.contains(at));
+        gates.append(&mut new_gates);
         entrances.retain(|listener| {
             let own = stay.iter().find(|entrance| listener.is_at(entrance));
             if let Some(entrance) = own {
@@ -474,18 +477,10 @@ impl Tunnel {
         Ok(())
     }
 
-    fn open_redirect(&self, port: u16) -> Result<RedirectListener, TunnelError> {
-        RedirectListener::open(&self.carriers, port).map_err(|error| TunnelError::Listen {
-            route: "redirect".to_owned(),
-            listen: Listen::Tcp((Ipv4Addr::LOCALHOST, port).into()),
-            error,
-        })
-    }
-
     /// Closes all listeners.
     fn close_all(&self) {
         lock(&self.entrances).clear();
-        *lock(&self.redirect) = None;
+        lock(&self.gates).clear();
         self.carriers.relays.close_ports();
         for listener in lock(&self.on_demand).iter() {
             listener.close();

@@ -235,6 +235,25 @@ impl Routes {
         Ok(self)
     }
 
+    /// Adds entrances with [`Listen::Redirected`], and exits.
+    ///
+    /// # Errors
+    /// [`BadRoute`], for the first invalid route.
+    pub fn with_redirected(
+        self,
+        entrances: Vec<Entrance>,
+        exits: Vec<Exit>,
+    ) -> Result<Self, BadRoute> {
+        let entrances = self.entrances.into_iter().chain(entrances);
+        let exits = self.exits.into_iter().chain(exits);
+        let routes = Self::new(entrances.collect(), exits.collect())?.with_relays(self.relays)?;
+        Ok(Self {
+            access: self.access,
+            rates: self.rates,
+            ..routes
+        })
+    }
+
     /// Sets the owner, group and mode of the unix sockets of a route, also of those that
     /// [`Tunnel::open`](crate::Tunnel::open) opens for it.
     ///
@@ -273,6 +292,22 @@ impl Routes {
     pub(super) fn access(&self, route: &str) -> FileAccess {
         self.access.get(route).copied().unwrap_or_default()
     }
+}
+
+/// Whether another entrance is redirected from the same address and one of the same ports.
+fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {
+    let Listen::Redirected { address, ports, .. } = entrance.listen else {
+        return false;
+    };
+    let is_same = |other: &Entrance| match other.listen {
+        Listen::Redirected {
+            address: at,
+            ports: others,
+            ..
+        } => at == address && ports.overlap(others),
+        _ => false,
+    };
+    all.iter().filter(|other| is_same(other)).count() > 1
 }
 
 fn bad(route: &str, why: BadRouteReason) -> BadRoute {

@@ -1,5 +1,4 @@
-//! The redirect: connections of a toolstack that the kernel's packet filter redirects to one
-//! listener on loopback.
+//! The redirect: connections of a toolstack that the kernel's packet filter redirects to loopback.
 //!
 //! ```text
 //!  QEMU connects to 10.77.0.2:49152 ─▶ nftables ─▶ 127.0.0.1:18301: original destination
@@ -8,77 +7,148 @@
 //!                              route NAME, parameter port=49152 ═ trunk ═▶ 127.0.0.1:49152 there
 //! ```
 //!
-//! The listener reads the original destination of each connection and finds the peer by address.
-//! It refuses a connection if its original destination is not a configured peer and port: for
-//! example the connection of a local program that connects to the listener directly.
+//! Each peer has a [`Gate`]: a trunk that is kept up, and a listener that is open while the trunk is
+//! up. If the peer's tunnel does not answer, the toolstack's connection is therefore refused, as it
+//! would be without a tunnel. A connection that is accepted and then reset is worse: QEMU 10.0 may
+//! crash if that happens while its channels connect.
+//!
+//! The listener reads the original destination of each connection. It refuses a connection if no
+//! route is redirected from there: for example the connection of a local program that connects to
+//! the listener directly.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use dunlin_linux::poll::Wakeup;
+use dunlin_linux::local::FileAccess;
+use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_linux::socket::Accepted;
 use dunlin_proto::fault::FaultCode;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::listener::{Listener, Sockets, next_number};
+use super::hub::Hub;
+use super::listener::{LastingListener, Sockets, next_number};
 use super::meter::Count;
 use super::parameter::PORT_KEY;
 use super::route::Listen;
 use super::socket::Stream;
 use super::threads::Worker;
 
-/// The open listeners for redirected connections, one per address family. Dropping it closes them;
-/// their channels stay open.
-pub(super) struct RedirectListener {
-    port: u16,
-    _threads: Vec<Worker>,
+/// The time before a peer that does not answer is dialled again, at first and at most.
+const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
+
+/// Keeps a trunk to a peer up, and listens while it is up. Dropping the gate closes the listener;
+/// its channels stay open. The thread of a gate that dials ends when the dial has ended; the tunnel
+/// joins it at its own end.
+pub(super) struct Gate {
+    stop: Waker,
 }
 
-impl RedirectListener {
-    /// Listens on the loopback addresses and starts the listeners' threads.
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.stop.wake();
+    }
+}
+
+impl Gate {
+    /// Starts the gate of the routes that are redirected to the port `at`.
     ///
     /// # Errors
-    /// The port cannot be bound.
-    pub(super) fn open(carriers: &Carriers, port: u16) -> io::Result<Self> {
-        let mut threads = Vec::new();
-        for ip in [
-            IpAddr::from(Ipv4Addr::LOCALHOST),
-            Ipv6Addr::LOCALHOST.into(),
-        ] {
-            let mut at = Listen::Tcp(SocketAddr::new(ip, port));
-            let listener =
-                match LastingListener::open(&mut at, &FileAccess::default(), &Sockets::default()) {
-                    Ok(listener) => listener,
-                    // The host has no IPv6.
-                    Err(error)
-                        if ip.is_ipv6() && error.kind() == io::ErrorKind::AddrNotAvailable =>
-                    {
-                        continue;
-                    }
-                    Err(error) => return Err(error),
-                };
-            let listening = Listening {
-                carriers: carriers.clone(),
-                listener,
-                numbers: BTreeMap::new(),
-            };
-            let name = format!("dunlin-redirect-{}", if ip.is_ipv4() { 4 } else { 6 });
-            let body = move |stopped: &Wakeup| listening.run(stopped);
-            threads.push(Worker::start(name, body)?);
+    /// The process has no free file descriptors, or cannot start a thread.
+    pub(super) fn start(carriers: &Carriers, at: u16) -> io::Result<Self> {
+        let (stop, stopped) = waker()?;
+        let own = carriers.clone();
+        let body = move || run(&own, at, &stopped);
+        if !carriers.site.spawn(format!("dunlin-gate-{at}"), body) {
+            return Err(io::ErrorKind::WouldBlock.into());
         }
-        Ok(Self {
-            port,
-            _threads: threads,
-        })
+        Ok(Self { stop })
     }
+}
 
-    /// Whether the listeners have this port.
-    pub(super) fn is_at(&self, port: u16) -> bool {
-        self.port == port
+/// The body of a gate's thread.
+fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
+    let [first, most] = AGAIN;
+    let mut again = first;
+    let mut reported = None;
+    loop {
+        match open(carriers, at, reported) {
+            Ok((hub, listeners)) => {
+                (again, reported) = (first, None);
+                let interests = [Interest::read(stopped), Interest::read(hub.stop.wakeup())];
+                // A failure of poll(2) closes the listeners for a moment.
+                let _ = poll(&interests, None);
+                drop(listeners);
+            }
+            Err(fault) => reported = Some(fault),
+        }
+        match poll(&[Interest::read(stopped)], Some(again)) {
+            Ok(ready) if ready == [false] => again = (again * 2).min(most),
+            _ => return,
+        }
     }
+}
+
+/// Establishes a trunk and opens the listeners, one per address family. A failure is reported as an
+/// event, unless it has the code that was reported last.
+fn open(
+    carriers: &Carriers,
+    at: u16,
+    reported: Option<FaultCode>,
+) -> Result<(Arc<Hub>, Vec<Worker>), FaultCode> {
+    let mut fault = FaultCode::UnknownRoute;
+    for entrance in carriers.site.redirected_to(at) {
+        match carriers.keep_up(&entrance) {
+            Ok(hub) => {
+                let listeners = listeners(carriers, at).map_err(|error| {
+                    let text = format!("cannot listen on port {at} of loopback: {error}");
+                    carriers.site.report(Event::Warning(text));
+                    FaultCode::Kernel
+                })?;
+                return Ok((hub, listeners));
+            }
+            Err(failure) => {
+                fault = failure.code();
+                if reported != Some(fault) {
+                    let to = entrance.to;
+                    carriers.site.report(Event::TrunkFailed { to, failure });
+                }
+            }
+        }
+    }
+    Err(fault)
+}
+
+fn listeners(carriers: &Carriers, port: u16) -> io::Result<Vec<Worker>> {
+    let mut threads = Vec::new();
+    for ip in [
+        IpAddr::from(Ipv4Addr::LOCALHOST),
+        Ipv6Addr::LOCALHOST.into(),
+    ] {
+        let mut at = Listen::Tcp(SocketAddr::new(ip, port));
+        let opened = LastingListener::open(&mut at, &FileAccess::default(), &Sockets::default());
+        let listener = match opened {
+            Ok(listener) => listener,
+            // The host has no IPv6.
+            Err(error) if ip.is_ipv6() && error.kind() == io::ErrorKind::AddrNotAvailable => {
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let listening = Listening {
+            carriers: carriers.clone(),
+            listener,
+            numbers: BTreeMap::new(),
+        };
+        let name = format!("dunlin-redirect-{}", if ip.is_ipv4() { 4 } else { 6 });
+        let body = move |stopped: &Wakeup| listening.run(stopped);
+        threads.push(Worker::start(name, body)?);
+    }
+    Ok(threads)
 }
 
 /// The state of a listener's thread.

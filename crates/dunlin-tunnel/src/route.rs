@@ -42,13 +42,16 @@ pub enum Listen {
     Passed(String),
     /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
-    /// The tunnel's redirect port ([`super::Routes::with_redirected`]): connections to one of
-    /// these ports at this address, which the packet filter redirects.
+    /// A port on 127.0.0.1 and ::1, to which the packet filter redirects connections to these ports
+    /// at this address. The tunnel keeps a trunk to the peer up, and listens only while it is up:
+    /// otherwise the program that connects is refused at once, as it would be by the peer itself.
     Redirected {
         /// A peer's address.
         address: IpAddr,
         /// Ports at the peer.
         ports: Ports,
+        /// The port on loopback.
+        at: u16,
     },
 }
 
@@ -56,7 +59,7 @@ impl Listen {
     /// Whether connections to `original` belong to this redirected listener.
     pub(super) fn is_redirected_from(&self, original: SocketAddr) -> bool {
         match self {
-            Self::Redirected { address, ports } => {
+            Self::Redirected { address, ports, .. } => {
                 *address == original.ip() && ports.contains(original.port())
             }
             _ => false,
@@ -109,7 +112,7 @@ impl fmt::Display for Listen {
             Self::Tcp(address) => write!(formatter, "tcp:{address}"),
             Self::Passed(name) => write!(formatter, "systemd:{name}"),
             Self::OnDemand => formatter.write_str("no listener until one is opened"),
-            Self::Redirected { address, ports } => {
+            Self::Redirected { address, ports, .. } => {
                 write!(formatter, "redirect:{}", at_ports(*address, *ports))
             }
         }

@@ -3,7 +3,7 @@
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -145,6 +145,15 @@ impl Site {
         entrances.find(is_it).cloned()
     }
 
+    /// The entrances of connections that are redirected to this port of loopback.
+    pub(super) fn redirected_to(&self, port: u16) -> Vec<Entrance> {
+        let routes = lock(&self.routes);
+        let entrances = routes.entrances.iter();
+        let is_there =
+            |one: &&Entrance| matches!(one.listen, Listen::Redirected { at, .. } if at == port);
+        entrances.filter(is_there).cloned().collect()
+    }
+
     /// The entrance of connections that were redirected from this address.
     pub(super) fn redirected_entrance(&self, original: SocketAddr) -> Option<Entrance> {
         let routes = lock(&self.routes);
@@ -182,8 +191,8 @@ impl Site {
         let rates = lock(&self.rates).clone();
         for one in configured.entrances {
             let status = routes.entry(one.route).or_default();
-            if let (Listen::Redirected { .. }, Some(port)) = (&one.listen, redirect_port) {
-                status.listens = Some(Listen::Tcp((Ipv4Addr::LOCALHOST, port).into()));
+            if matches!(one.listen, Listen::Redirected { .. }) {
+                status.listens = Some(one.listen);
             }
             // A redirected route has an entrance for each address of its peers.
             let others = status.to.take().map(|others| format!("{others}, "));

@@ -146,6 +146,34 @@ impl Trunks {
         self.refuse(&connection, failure);
     }
 
+    /// Returns the trunk to a peer. Dials it if there is none, and reports no failure.
+    ///
+    /// # Errors
+    /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
+    pub(super) fn keep_up(self: &Arc<Self>, to: Destination) -> Result<Arc<Hub>, Failure> {
+        {
+            let mut peerings = lock(&self.peerings);
+            let same = |one: &Peering| one.destination == to;
+            match peerings.iter_mut().find(|one| same(one)) {
+                Some(peering) => match &peering.state {
+                    State::Up(hub) if !hub.lock().control.is_over() => return Ok(Arc::clone(hub)),
+                    State::Up(_) => peering.state = State::Dialling(Vec::new()),
+                    State::Dialling(_) => {
+                        let text = format!("a trunk to {} is being dialled", to.to);
+                        return Err(Failure::new(FaultCode::Busy, text));
+                    }
+                },
+                None => peerings.push(Peering {
+                    destination: to.clone(),
+                    state: State::Dialling(Vec::new()),
+                }),
+            }
+        }
+        let made = self.make(&to);
+        self.dialled(&to, made.clone());
+        made
+    }
+
     /// Opens a channel on a trunk, if its peer is still admitted and admits this side.
     fn open(&self, hub: &Hub, connection: &Connection) -> Result<(), OpenError> {
         let is_refused = self.site.check_admitted(&hub.terms.peer).is_err();
@@ -208,8 +236,10 @@ impl Trunks {
                 dialling.into_iter().filter_map(open).collect()
             }
             Err(failure) => {
-                let (to, why) = (to.to.clone(), failure.clone());
-                self.site.report(Event::TrunkFailed { to, failure: why });
+                if !dialling.is_empty() {
+                    let (to, why) = (to.to.clone(), failure.clone());
+                    self.site.report(Event::TrunkFailed { to, failure: why });
+                }
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
                 refused.collect()
             }

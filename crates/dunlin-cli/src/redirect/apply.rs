@@ -68,18 +68,18 @@ impl Apply {
     }
 
     fn rules(&self) -> Result<Rules> {
-        let (redirects, port) = self.source.read()?;
-        Ok(rules(&addressed(redirects)?, port))
+        let read = self.source.read()?;
+        Ok(rules(&addressed(read.redirects, read.port)?, &read.user))
     }
 
     fn apply(&self) -> Result<Rules> {
-        let (redirects, port) = self.source.read()?;
-        log::warn(redirects.iter().filter_map(past));
-        let redirects = addressed(redirects)?;
+        let read = self.source.read()?;
+        log::warn(read.redirects.iter().filter_map(past));
+        let redirects = addressed(read.redirects, read.port)?;
         if !self.force {
-            refuse_unprotected(&redirects, port)?;
+            refuse_unprotected(&redirects)?;
         }
-        let rules = rules(&redirects, port);
+        let rules = rules(&redirects, &read.user);
         nft::load(&rules.text)?;
         self.record(Wanted::Digest(rules.digest.clone()))?;
         let saved = saved(&self.state)?;
@@ -134,8 +134,8 @@ fn past(redirect: &Redirect) -> Option<String> {
     })
 }
 
-fn refuse_unprotected(redirects: &[Addressed], port: u16) -> Result<()> {
-    let found = unprotected(&established()?, redirects, port);
+fn refuse_unprotected(redirects: &[Addressed]) -> Result<()> {
+    let found = unprotected(&established()?, redirects);
     if found.is_empty() {
         return Ok(());
     }
@@ -151,10 +151,10 @@ fn refuse_unprotected(redirects: &[Addressed], port: u16) -> Result<()> {
 
 impl Remove {
     pub(super) fn run(&self) -> Result<i32> {
-        if let Some(port) = Table::live()?.and_then(|table| table.redirect_port())
+        if let Some(table) = Table::live()?
             && !self.force
         {
-            let under_way = redirected(&established()?, port).len();
+            let under_way = redirected(&established()?, &table.redirect_ports()).len();
             if under_way > 0 {
                 bail!(
                     "{} redirected to the tunnel under way (at fault: this side), which this \

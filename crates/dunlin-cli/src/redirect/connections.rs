@@ -20,11 +20,11 @@ pub(super) fn established() -> Result<Vec<TcpConnection>> {
     Ok(all)
 }
 
-/// This host's ends of the connections that the rules have redirected to the tunnel's listener at
-/// `port`.
-pub(super) fn redirected(all: &[TcpConnection], port: u16) -> BTreeSet<SocketAddr> {
+/// This host's ends of the connections that the rules have redirected to the tunnel's listeners at
+/// `ports`.
+pub(super) fn redirected(all: &[TcpConnection], ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
     let at_listener =
-        |one: &&TcpConnection| one.local.ip().is_loopback() && one.local.port() == port;
+        |one: &&TcpConnection| one.local.ip().is_loopback() && ports.contains(&one.local.port());
     let accepted = all.iter().filter(at_listener);
     accepted.map(|one| one.peer).collect()
 }
@@ -32,13 +32,12 @@ pub(super) fn redirected(all: &[TcpConnection], port: u16) -> BTreeSet<SocketAdd
 /// Connections between this host and a peer on the redirects' ports that do not go through the
 /// tunnel. The other port is ephemeral: a connection of this host from an ephemeral port that
 /// happens to be in the range, to an ssh server for example, is not meant.
-pub(super) fn unprotected(
-    all: &[TcpConnection],
-    redirects: &[Addressed],
-    port: u16,
-) -> Vec<TcpConnection> {
+pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
+    let listeners = redirects
+        .iter()
+        .flat_map(|to| to.listeners.values().copied());
     let first = first_ephemeral();
-    let redirected = redirected(all, port);
+    let redirected = redirected(all, &listeners.collect());
     let concerns = |one: &TcpConnection| {
         redirects.iter().any(|to| {
             let ports = to.redirect.ports;

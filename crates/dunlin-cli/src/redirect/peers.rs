@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use dunlin_lane::resolve::host;
 use dunlin_linux::poll::waker;
 
-use crate::tunnel::Redirect;
+use crate::tunnel::{Listeners, Redirect};
 
 /// Time limit for the lookup of one name. It is short, because `watch` looks names up between two
 /// results, and a result is valid for 30 s.
@@ -21,6 +21,8 @@ pub(super) struct Addressed {
     pub(super) redirect: Redirect,
     /// Each address, and the identity of the peer with this address.
     pub(super) addresses: BTreeMap<IpAddr, String>,
+    /// The port of the tunnel's listener for each address.
+    pub(super) listeners: BTreeMap<IpAddr, u16>,
 }
 
 /// The error of a name that cannot be looked up, unlike that of a configuration with a mistake.
@@ -35,17 +37,20 @@ impl fmt::Display for Unresolved {
 
 impl std::error::Error for Unresolved {}
 
-/// Looks up the addresses of all peers.
-pub(super) fn addressed(redirects: Vec<Redirect>) -> Result<Vec<Addressed>> {
-    redirects.into_iter().map(Addressed::of).collect()
+/// Looks up the addresses of all peers. `port` is the first one of the tunnel's listeners.
+pub(super) fn addressed(redirects: Vec<Redirect>, port: u16) -> Result<Vec<Addressed>> {
+    let listeners = Listeners::new(&redirects, port);
+    let of = |redirect| Addressed::of(redirect, &listeners);
+    redirects.into_iter().map(of).collect()
 }
 
 impl Addressed {
-    fn of(redirect: Redirect) -> Result<Self> {
-        let mut addresses = BTreeMap::new();
+    fn of(redirect: Redirect, all: &Listeners) -> Result<Self> {
+        let (mut addresses, mut listeners) = (BTreeMap::new(), BTreeMap::new());
         for peer in &redirect.peers {
             for address in look_up(&redirect.name, &peer.host)? {
                 let before = addresses.insert(address, peer.identity.clone());
+                listeners.entry(address).or_insert(all.port(&peer.host));
                 if let Some(other) = before.filter(|other| *other != peer.identity) {
                     bail!(
                         "redirect {}: {address} is an address of {} and of another peer (at \
@@ -71,6 +76,7 @@ impl Addressed {
         Ok(Self {
             redirect,
             addresses,
+            listeners,
         })
     }
 }

@@ -37,13 +37,12 @@ pub(super) struct Rules {
     pub(super) digest: String,
 }
 
-/// The rules for these redirects; `port` is that of the tunnel's listener for redirected
-/// connections.
-pub(super) fn rules(redirects: &[Addressed], port: u16) -> Rules {
-    let chains = chains(redirects, port, "");
+/// The rules for these redirects.
+pub(super) fn rules(redirects: &[Addressed], owner: &str) -> Rules {
+    let chains = chains(redirects, owner, "");
     let digest = Sha256::digest(chains.as_bytes());
     let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    let chains = self::chains(redirects, port, &digest);
+    let chains = self::chains(redirects, owner, &digest);
     // The first line makes the second one valid if there is no table.
     let text = format!(
         "table {TABLE}\n\
@@ -57,7 +56,7 @@ pub(super) fn rules(redirects: &[Addressed], port: u16) -> Rules {
 
 /// The chains. The comment of the first rule of `input` contains the digest too, because nft's JSON
 /// does not contain comments of tables.
-fn chains(redirects: &[Addressed], port: u16, digest: &str) -> String {
+fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
     let all = |rules: &dyn Fn(&Addressed) -> String| -> String {
         let rules: Vec<_> = redirects.iter().map(rules).collect();
         rules.concat()
@@ -65,13 +64,17 @@ fn chains(redirects: &[Addressed], port: u16, digest: &str) -> String {
     let redirect = all(&|to| {
         let users: Vec<_> = to.redirect.users.iter().map(|user| quoted(user)).collect();
         let users = format!("meta skuid {{ {} }} ", users.join(", "));
-        to_peers(to, &users, &format!("redirect to :{port}"), "redirected")
+        let ports: BTreeSet<u16> = to.listeners.values().copied().collect();
+        let rules = ports.into_iter().map(|port| {
+            let verdict = format!("redirect to :{port}");
+            to_peers(to, &users, &verdict, "redirected", Some(port))
+        });
+        rules.collect()
     });
-    let reject = all(&|to| to_peers(to, "", RESET, "rejected"));
+    let owned = owned(redirects, owner);
+    let local = format!("{owned}{LOCAL}");
+    let reject = all(&|to| to_peers(to, "", RESET, "rejected", None));
     let from_wire = all(&from_wire);
-    // Connections of this host to its own addresses reach no peer. One configuration with the
-    // addresses of all hosts therefore serves each of them.
-    let local = "\t\tfib daddr type local return\n";
     let mark = format!("\t\tiif \"lo\" accept comment \"{MARK}{digest}\"\n");
     let mut text = String::new();
     for (name, hook, first, rules) in [
@@ -79,10 +82,10 @@ fn chains(redirects: &[Addressed], port: u16, digest: &str) -> String {
         (
             "nat_output",
             "nat hook output priority -100",
-            local,
+            LOCAL,
             &redirect,
         ),
-        ("output", "filter hook output priority 0", local, &reject),
+        ("output", "filter hook output priority 0", &local, &reject),
         ("forward", "filter hook forward priority 0", "", &reject),
         ("input", "filter hook input priority 0", &mark, &from_wire),
     ] {
@@ -94,17 +97,45 @@ fn chains(redirects: &[Addressed], port: u16, digest: &str) -> String {
     text
 }
 
+/// Connections of this host to its own addresses reach no peer. One configuration with the
+/// addresses of all hosts therefore serves each of them.
+const LOCAL: &str = "\t\tfib daddr type local return\n";
+
+/// A rule for the answers of the tunnel's listeners: while the tunnel does not run, another user's
+/// program could listen on their ports and would receive the toolstack's connections.
+fn owned(redirects: &[Addressed], owner: &str) -> String {
+    let ports: BTreeSet<u16> = redirects
+        .iter()
+        .flat_map(|to| to.listeners.values().copied())
+        .collect();
+    let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
+    let mut users = vec!["0".to_owned()];
+    if owner != "root" {
+        users.push(quoted(owner));
+    }
+    format!(
+        "\t\toif \"lo\" tcp sport {{ {} }} tcp flags & (syn | ack) == (syn | ack) meta skuid != {{ \
+         {} }} counter drop comment \"another user's listener\"\n",
+        ports.join(", "),
+        users.join(", ")
+    )
+}
+
 /// A connection's first segment.
 const SYN: &str = "tcp flags & (syn | ack) == syn";
 /// Not a drop: the toolstack's error then comes at once instead of after minutes.
 const RESET: &str = "reject with tcp reset";
 
-/// Rules for connections to the peers, one for each address family.
-fn to_peers(to: &Addressed, users: &str, verdict: &str, what: &str) -> String {
+/// Rules for connections to the peers, one for each address family; only to those with this
+/// listener, if one is given.
+fn to_peers(to: &Addressed, users: &str, verdict: &str, what: &str, at: Option<u16>) -> String {
     let Redirect { name, ports, .. } = &to.redirect;
     let mut text = String::new();
     for (family, is_ipv4) in [("ip", true), ("ip6", false)] {
-        let of_family = to.addresses.keys().filter(|one| one.is_ipv4() == is_ipv4);
+        let of_family = to.addresses.keys().filter(|one| {
+            let listener = to.listeners.get(one).copied();
+            one.is_ipv4() == is_ipv4 && (at.is_none() || at == listener)
+        });
         let addresses: Vec<String> = of_family.map(ToString::to_string).collect();
         if !addresses.is_empty() {
             let addresses = addresses.join(", ");

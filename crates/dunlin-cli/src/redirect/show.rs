@@ -104,9 +104,9 @@ impl Watch {
 
 /// What the configuration asks for now.
 fn wanted(source: &Source) -> Wanted {
-    let rules = source.read().and_then(|(redirects, port)| {
-        let redirects = addressed(redirects)?;
-        Ok(rules(&redirects, port))
+    let rules = source.read().and_then(|read| {
+        let redirects = addressed(read.redirects, read.port)?;
+        Ok(rules(&redirects, &read.user))
     });
     match rules {
         Ok(rules) => Wanted::Digest(rules.digest),

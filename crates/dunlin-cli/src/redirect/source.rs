@@ -15,10 +15,17 @@ pub(super) struct Source {
     config: PathBuf,
 }
 
+/// What the rules are made from.
+pub(super) struct Read {
+    pub(super) redirects: Vec<Redirect>,
+    /// The first port of the tunnel's listeners.
+    pub(super) port: u16,
+    /// The user of the tunnel.
+    pub(super) user: String,
+}
+
 impl Source {
-    /// Reads the configuration; returns its redirects, and the port of the tunnel's listener for
-    /// them.
-    pub(super) fn read(&self) -> Result<(Vec<Redirect>, u16)> {
+    pub(super) fn read(&self) -> Result<Read> {
         let text = std::fs::read_to_string(&self.config)
             .with_context(|| format!("cannot read the configuration {}", self.config.display()))?;
         let config = Config::parse(&self.config, &text)?;
@@ -28,6 +35,10 @@ impl Source {
              rules with `dunlin redirect remove`",
             self.config.display()
         );
-        Ok((config.redirects, config.redirect_port))
+        Ok(Read {
+            redirects: config.redirects,
+            port: config.redirect_port,
+            user: config.redirect_user,
+        })
     }
 }

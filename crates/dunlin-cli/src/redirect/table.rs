@@ -1,6 +1,6 @@
 //! The table as nft lists it, and comparisons of two lists.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -65,16 +65,13 @@ impl Table {
         comments.find_map(|comment| comment.strip_prefix(MARK))
     }
 
-    /// The port of the tunnel's listener for redirected connections.
-    pub(super) fn redirect_port(&self) -> Option<u16> {
-        let mut ports = self.rules().filter_map(|rule| {
-            let expressions = rule["expr"].as_array()?;
-            let mut ports = expressions
-                .iter()
-                .filter_map(|one| one["redirect"]["port"].as_u64());
-            ports.next()
-        });
-        ports.next().and_then(|port| u16::try_from(port).ok())
+    /// The ports of the tunnel's listeners for redirected connections.
+    pub(super) fn redirect_ports(&self) -> BTreeSet<u16> {
+        let expressions = self.rules().filter_map(|rule| rule["expr"].as_array());
+        let ports = expressions
+            .flatten()
+            .filter_map(|one| one["redirect"]["port"].as_u64());
+        ports.filter_map(|port| u16::try_from(port).ok()).collect()
     }
 
     pub(super) fn record(&self) -> Record {

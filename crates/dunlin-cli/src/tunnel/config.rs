@@ -37,8 +37,10 @@ pub(crate) struct Config {
     pub(crate) offload: Offload,
     pub(crate) routes: Routes,
     pub(crate) redirects: Vec<Redirect>,
-    /// Loopback port of the listener for redirected connections.
+    /// First loopback port of the listeners for redirected connections.
     pub(crate) redirect_port: u16,
+    /// The user of the tunnel, besides root: no other may listen on the redirects' ports.
+    pub(crate) redirect_user: String,
     /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,
     /// Settings of lanes over IPsec, if configured.
@@ -61,6 +63,7 @@ struct File {
     limits: LimitsTable,
     ipsec: Option<IpsecTable>,
     redirect_port: Option<Spanned<u64>>,
+    redirect_user: Option<Spanned<String>>,
     #[serde(default)]
     redirect: BTreeMap<String, Spanned<RedirectTable>>,
     #[serde(default)]
@@ -167,6 +170,17 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
             exits.extend(exit);
         }
     }
+    let redirect_port = redirect::port(&file.redirect_port, found);
+    let root = "root".to_owned();
+    let redirect_user = found.or(&file.redirect_user, root, redirect::parse_user);
+    let others = Others {
+        listen: listen.as_ref(),
+        redirect_port,
+        routes: file.route.keys().map(String::as_str).collect(),
+        entrances: &entrances,
+        relays: &relays,
+    };
+    let redirects = redirect::check(&file.redirect, is_prepared, &others, found);
     let rates = rate::check(&file.route, &file.peer, found);
     if file.route.is_empty() {
         let text = "the file has no route: add [route.NAME] with listen and to on the host that \
@@ -205,6 +219,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         routes,
         redirects,
         redirect_port,
+        redirect_user,
         starts_programs,
         ipsec,
         limits,

@@ -19,7 +19,7 @@ use anyhow::Result;
 use clap::Subcommand;
 
 pub(crate) use config::Config;
-pub(crate) use config::redirect::{PEER_PORT, Redirect, RedirectPeer, today};
+pub(crate) use config::redirect::{Listeners, PEER_PORT, Redirect, RedirectPeer, today};
 pub(crate) use config::table::{Port, parse_port, parse_server, socket_path};
 pub(crate) use show::{show, status_within};
 

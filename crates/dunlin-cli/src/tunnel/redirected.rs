@@ -2,14 +2,14 @@
 //! ports of this host.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use anyhow::{Result, anyhow};
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin_tunnel::{Entrance, Exit, Listen, Ports, Routes, Target};
 
 use super::config::Config;
-use super::config::redirect::{Redirect, RedirectPeer};
+use super::config::redirect::{Listeners, Redirect, RedirectPeer};
 use crate::log;
 
 /// Adds the routes of the configuration's redirects. Logs a warning for each host name that cannot
@@ -18,18 +18,19 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
     if config.redirects.is_empty() {
         return Ok(config.routes.clone());
     }
+    let listeners = Listeners::new(&config.redirects, config.redirect_port);
     let (mut entrances, mut exits) = (Vec::new(), Vec::new());
     for redirect in &config.redirects {
         let ports = Ports {
             first: redirect.ports.first(),
             last: redirect.ports.last(),
         };
-        for (address, peers) in peers_by_address(redirect)? {
+        for (address, (at, peers)) in peers_by_address(redirect, &listeners)? {
             entrances.push(Entrance {
                 route: redirect.name.clone(),
-                listen: Listen::Redirected { address, ports },
+                listen: Listen::Redirected { address, ports, at },
                 to: SocketAddr::new(address, redirect.peer_port).to_string(),
-                peers,
+                peers: Peers::OneOf(peers),
                 lanes: redirect.lanes,
                 window_bytes: redirect.window_bytes,
                 mode: redirect.mode,
@@ -47,21 +48,28 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
         });
     }
     let routes = config.routes.clone();
-    Ok(routes.with_redirected(entrances, exits, config.redirect_port)?)
+    Ok(routes.with_redirected(entrances, exits)?)
 }
 
-/// The identities that may answer at each address of a redirect's peers. Several names may lead to
-/// one address.
-fn peers_by_address(redirect: &Redirect) -> Result<BTreeMap<IpAddr, Peers>> {
-    let mut all = BTreeMap::<IpAddr, Vec<Peer>>::new();
+/// The listener of each address, and the identities that may answer there. Several names may lead to
+/// one address; the first one determines the listener, as in the rules.
+fn peers_by_address(
+    redirect: &Redirect,
+    listeners: &Listeners,
+) -> Result<BTreeMap<IpAddr, (u16, Vec<Peer>)>> {
+    let mut all = BTreeMap::<IpAddr, (u16, Vec<Peer>)>::new();
     for peer in &redirect.peers {
         let identity = identity(peer)?;
-        for address in addresses(&redirect.name, &peer.host) {
-            all.entry(address).or_default().push(identity.clone());
+        let mut addresses = addresses(&redirect.name, &peer.host);
+        // One configuration may serve all hosts; this host keeps no trunk to itself.
+        addresses.retain(|address| !is_own(*address));
+        for address in addresses {
+            let at = listeners.port(&peer.host);
+            let (_, peers) = all.entry(address).or_insert((at, Vec::new()));
+            peers.push(identity.clone());
         }
     }
-    let peers = all.into_iter();
-    Ok(peers.map(|(at, peers)| (at, Peers::OneOf(peers))).collect())
+    Ok(all)
 }
 
 fn identity(peer: &RedirectPeer) -> Result<Peer> {
@@ -84,4 +92,18 @@ fn addresses(redirect: &str, host: &str) -> Vec<IpAddr> {
             Vec::new()
         }
     }
+}
+
+/// Whether an address is one of this host: packets to it have it as their source too.
+fn is_own(address: IpAddr) -> bool {
+    let any: IpAddr = match address {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // Sends no packet; the port has no meaning.
+    let connected = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect((address, 9))?;
+        socket.local_addr()
+    });
+    connected.is_ok_and(|from| from.ip() == address)
 }

@@ -1,8 +1,9 @@
 //! Redirects in the configuration: the tunnel carries a toolstack's connections to a range of ports
 //! of its peers. `crate::redirect` makes the packet filter's rules from them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::RangeInclusive;
 
 use dunlin::lane::peers::Peer;
 use dunlin_ipsec::PortRange;
@@ -24,6 +25,8 @@ const LONGEST_NAME: usize = 64;
 /// The largest number of ports in a redirect. Toolstacks use at most 64; each port is one that no
 /// other program of the host can serve.
 const MOST_PORTS: u16 = 1024;
+/// The largest number of hosts in the peers of all redirects. Each has a listener and a trunk.
+const MOST_PEERS: usize = 256;
 /// How far ahead `plain_until` may be.
 const LONGEST_PLAIN: Duration = Duration::days(90);
 
@@ -46,6 +49,38 @@ pub(crate) struct Redirect {
     pub(crate) lanes: u16,
     pub(crate) window_bytes: u64,
     pub(crate) mode: Mode,
+}
+
+/// The listeners for redirected connections, on loopback: one for each host in `peers`, so that
+/// each can be closed while its peer does not answer. The order of the hosts' names determines the
+/// ports, so that the tunnel and the rules agree.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Listeners {
+    first: u16,
+    hosts: Vec<String>,
+}
+
+impl Listeners {
+    /// The listeners of these redirects, from the port `first` on.
+    pub(crate) fn new(redirects: &[Redirect], first: u16) -> Self {
+        let peers = redirects.iter().flat_map(|redirect| &redirect.peers);
+        let hosts: BTreeSet<_> = peers.map(|peer| peer.host.clone()).collect();
+        let hosts = hosts.into_iter().collect();
+        Self { first, hosts }
+    }
+
+    /// The port of the listener for connections to a host.
+    pub(crate) fn port(&self, host: &str) -> u16 {
+        let index = self.hosts.iter().position(|one| one == host);
+        let index = index.and_then(|index| u16::try_from(index).ok());
+        self.first.saturating_add(index.unwrap_or_default())
+    }
+
+    /// All ports.
+    pub(crate) fn ports(&self) -> RangeInclusive<u16> {
+        let more = u16::try_from(self.hosts.len()).unwrap_or(u16::MAX).max(1) - 1;
+        self.first..=self.first.saturating_add(more)
+    }
 }
 
 /// A peer of a redirect.
@@ -176,7 +211,9 @@ fn check_together(
             }
         }
         let peer_port = ("peer_port".to_owned(), redirect.peer_port);
-        for (key, port) in others.ports().chain([peer_port]) {
+        let own = Listeners::new(redirects, others.redirect_port).ports();
+        let own = own.map(|port| ("redirect_port, or a port after it".to_owned(), port));
+        for (key, port) in others.ports().chain([peer_port]).chain(own) {
             if ports.contains(port) {
                 let text = format!(
                     "redirect {name}: ports {ports} contain {port}, which is {key}: choose \
@@ -186,13 +223,26 @@ fn check_together(
             }
         }
     }
+    let listeners = Listeners::new(redirects, others.redirect_port);
+    let Some(table) = tables.values().next() else {
+        return;
+    };
     if let Some(Port::At(listen)) = others.listen
-        && listen.port() == others.redirect_port
-        && let Some(table) = tables.values().next()
+        && listeners.ports().contains(&listen.port())
     {
         let text = format!(
-            "listen and redirect_port are both {}: choose another port for one of them",
-            others.redirect_port
+            "listen has port {}, and the listeners for redirected connections have {}-{}, from \
+             redirect_port on: choose another port for one of them",
+            listen.port(),
+            listeners.ports().start(),
+            listeners.ports().end()
+        );
+        found.add(&table.span(), text);
+    }
+    if listeners.hosts.len() > MOST_PEERS {
+        let text = format!(
+            "{} hosts in peers out of range (1 to {MOST_PEERS}): run another tunnel for some",
+            listeners.hosts.len()
         );
         found.add(&table.span(), text);
     }
@@ -220,9 +270,7 @@ impl Others<'_> {
             let key = format!("tls_listen of route {}", relay.route);
             (key, relay.listen.port())
         });
-        let redirect = ("redirect_port".to_owned(), self.redirect_port);
-        let listen = listen.into_iter().chain([redirect]);
-        listen.chain(entrances).chain(relays)
+        listen.into_iter().chain(entrances).chain(relays)
     }
 }
 
@@ -331,7 +379,7 @@ fn users(name: &str, list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>
 
 /// A user name as useradd(8) permits it, or a uid. The largest number is not a uid: system calls
 /// use it for "no change".
-fn parse_user(text: &str) -> Result<String, String> {
+pub(super) fn parse_user(text: &str) -> Result<String, String> {
     let wrong = || format!("invalid user {text:?}: write a user name, or a uid such as \"107\"");
     if text.bytes().all(|byte| byte.is_ascii_digit()) {
         let uid = text.parse::<u32>().ok().filter(|uid| *uid != u32::MAX);
