@@ -12,6 +12,7 @@ mod support;
 mod units;
 
 use std::fs;
+use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -178,6 +179,8 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
 }
 
 /// While rules replace rules, the wire gets nothing through, and redirected connections continue.
+///
+/// Claim N15 of docs/security.
 #[test]
 fn i6_an_apply_replaces_the_rules_in_one_step() {
     let Some(net) = Net::new() else { return };
@@ -400,6 +403,7 @@ fn watch_writes_each_change_to_its_file() {
     watch.wait_for("rules in force");
 }
 
+/// Claim H12 of docs/security.
 #[test]
 fn i6_an_apply_that_fails_changes_nothing() {
     let Some(net) = Net::new() else { return };
@@ -447,7 +451,8 @@ fn connections_under_way_are_refused_or_continue() {
         assert_eq!(net.show(&net.a, 1)["state"], "missing");
         finish(net.redirect(&net.a, "apply --force")).expect(0);
         assert_talk(&near, &far);
-        drop((near, far));
+        // Not only a drop: a process of another test holds both until it runs its program.
+        [&near, &far].map(|end| end.shutdown(Shutdown::Both).unwrap());
         finish(net.redirect(&net.a, "remove")).expect(0);
     }
     // A redirected connection does not prevent an `apply`, which continues it, but a `remove`,
@@ -463,11 +468,17 @@ fn connections_under_way_are_refused_or_continue() {
         assert_talk(&near, &far);
         net.show(&net.a, 0);
     }
+    // Nor if the tunnel's port was changed.
     let redirected = listen_redirected(&net.a, Family::V4);
     let near = dial(&net.a, ROOT, (net.address(&net.b, Family::V4), PORT)).unwrap();
-    let _far = accept(&redirected);
+    let far = accept(&redirected);
+    let text = net.usual();
+    net.configure(&text.replacen("listen", "redirect_port = 18302\nlisten", 1));
+    net.apply(&net.a);
+    assert_talk(&near, &far);
+    net.configure(&text);
+    net.apply(&net.a);
     finish(net.redirect(&net.a, "remove --force")).expect(0);
-    drop(near);
     assert_eq!(net.show(&net.a, 1)["state"], "missing");
 }
 

@@ -154,7 +154,7 @@ impl Remove {
         if let Some(table) = Table::live()?
             && !self.force
         {
-            let under_way = redirected(&established()?, &table.redirect_ports()).len();
+            let under_way = redirected(&established()?, Some(port)).len();
             if under_way > 0 {
                 bail!(
                     "{} redirected to the tunnel under way (at fault: this side), which this \

@@ -20,12 +20,13 @@ pub(super) fn established() -> Result<Vec<TcpConnection>> {
     Ok(all)
 }
 
-/// This host's ends of the connections that the rules have redirected to the tunnel's listeners at
-/// `ports`.
-pub(super) fn redirected(all: &[TcpConnection], ports: &BTreeSet<u16>) -> BTreeSet<SocketAddr> {
-    let at_listener =
-        |one: &&TcpConnection| one.local.ip().is_loopback() && ports.contains(&one.local.port());
-    let accepted = all.iter().filter(at_listener);
+/// This host's ends of redirected connections, by their other ends: a listener on loopback has
+/// accepted them from an address of the network. With a port, only those of the listener there.
+pub(super) fn redirected(all: &[TcpConnection], port: Option<u16>) -> BTreeSet<SocketAddr> {
+    let accepted = all.iter().filter(|one| {
+        let is_redirected = one.local.ip().is_loopback() && !one.peer.ip().is_loopback();
+        is_redirected && port.is_none_or(|port| one.local.port() == port)
+    });
     accepted.map(|one| one.peer).collect()
 }
 
@@ -33,11 +34,9 @@ pub(super) fn redirected(all: &[TcpConnection], ports: &BTreeSet<u16>) -> BTreeS
 /// tunnel. The other port is ephemeral: a connection of this host from an ephemeral port that
 /// happens to be in the range, to an ssh server for example, is not meant.
 pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
-    let listeners = redirects
-        .iter()
-        .flat_map(|to| to.listeners.values().copied());
     let first = first_ephemeral();
-    let redirected = redirected(all, &listeners.collect());
+    // The tunnel's port may have been another one when it accepted them.
+    let redirected = redirected(all, None);
     let concerns = |one: &TcpConnection| {
         redirects.iter().any(|to| {
             let ports = to.redirect.ports;

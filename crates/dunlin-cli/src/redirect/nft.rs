@@ -100,5 +100,7 @@ fn explained(said: &str) -> anyhow::Error {
     } else {
         "nft failed (at fault: this side)"
     };
-    anyhow!("{advice}; nft: {}", clean_lines(said.trim()))
+    // The first message and its rule. Further messages repeat the first one for other rules.
+    let first: Vec<&str> = said.trim().lines().take(2).collect();
+    anyhow!("{advice}; nft: {}", clean_lines(&first.join("\n")))
 }

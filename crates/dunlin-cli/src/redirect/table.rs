@@ -144,8 +144,10 @@ impl Record {
 fn named(object: &Value) -> String {
     let rule = &object["rule"];
     if let Some(chain) = rule["chain"].as_str() {
-        let comment = rule["comment"].as_str().unwrap_or("without a comment");
-        return format!("a rule ({comment}) of chain {chain}");
+        return match rule["comment"].as_str() {
+            Some(comment) => format!("rule \"{comment}\" of chain {chain}"),
+            None => format!("a rule of chain {chain}"),
+        };
     }
     match object["chain"]["name"].as_str() {
         Some(chain) => format!("chain {chain}"),

@@ -36,7 +36,7 @@ fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
         let [local, peer] = [local, peer].map(|at| at.parse().unwrap());
         let state = TcpConnection::ESTABLISHED;
         let one = TcpConnection { local, peer, state };
-        let found = unprotected(&[one], &redirects, 18301);
+        let found = unprotected(&[one], &redirects);
         assert_eq!(found.len(), usize::from(expected), "{one:?}");
         // The tunnel's end of the same connection, if the rules have redirected it.
         let tunnel = TcpConnection {
@@ -44,6 +44,9 @@ fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
             peer: local,
             state,
         };
-        assert_eq!(unprotected(&[one, tunnel], &redirects, 18301), []);
+        let both = [one, tunnel];
+        assert_eq!(unprotected(&both, &redirects), []);
+        assert_eq!(redirected(&both, Some(18301)), [local].into());
+        assert_eq!(redirected(&both, Some(18302)), [].into());
     }
 }

@@ -76,9 +76,9 @@ fn a_difference_names_the_chain_or_the_program() {
     for (live, part) in [
         (
             record(std::slice::from_ref(&one)),
-            "a rule (two) of chain output is missing",
+            "rule \"two\" of chain output is missing",
         ),
-        (record(&[]), "a rule (one)"),
+        (record(&[]), "rule \"one\""),
         (record(&[two.clone(), one.clone()]), "order"),
         (
             record(&[one.clone(), two.clone(), json!({"chain": {"name": "x"}})]),
