@@ -87,8 +87,8 @@ impl PageBitmap {
         named
     }
 
-    /// Removes and returns the first run of set pages at or after `from`, at
-    /// most `limit` pages long.
+    /// Removes and returns the first run of set pages at or after `from`, at most `limit` pages
+    /// long. Returns `None` if no such page is set or `limit` is 0.
     pub fn take_run(&mut self, from: u64, limit: u64) -> Option<Run> {
         let first = self.first_set(from)?;
         if limit == 0 {

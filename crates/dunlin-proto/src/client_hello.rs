@@ -21,7 +21,7 @@ use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_CLIENT_HELLO_BYTES, MAX_SERVER_
 /// Content type of a handshake record.
 const HANDSHAKE: u8 = 22;
 const RECORD_HEADER_BYTES: usize = 5;
-/// Plaintext of one record (RFC 8446, section 5.1).
+/// Maximum plaintext of one record (RFC 8446, section 5.1).
 const MAX_RECORD_BYTES: usize = 16 * 1024;
 const MESSAGE_HEADER_BYTES: usize = 4;
 const CLIENT_HELLO: u8 = 1;
@@ -82,8 +82,8 @@ pub fn look(bytes: &[u8]) -> Result<Look, NoHello> {
     }
 }
 
-/// Returns the minimum total number of bytes that a complete hello needs; `None` if the hello is
-/// complete.
+/// Returns the total number of bytes that the next look needs, as in [`Look::Needs`]; `None` if the
+/// hello is complete.
 fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
     let Some(&first) = bytes.first() else {
         return Ok(Some(1));
@@ -139,7 +139,7 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
     }
 }
 
-/// The first bytes of the message, which contain its length.
+/// The message's header, as far as it has arrived. It contains the message's length.
 #[derive(Default)]
 struct Start {
     header: [u8; MESSAGE_HEADER_BYTES],

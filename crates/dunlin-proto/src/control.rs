@@ -54,7 +54,8 @@ pub struct Envelope {
     pub sequence: u64,
 }
 
-/// The header of a control message. Its length is within the limit; its kind may be unknown.
+/// The header of a control message. The length of the body is within the limit; the kind may be
+/// unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
@@ -218,18 +219,18 @@ impl fmt::Debug for Section {
     }
 }
 
-/// Everything has been sent. The fields are the totals that the destination must have
+/// Everything has been sent. The message contains the totals that the destination must have
 /// received.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Final {
-    /// Chunks of the whole session, not counting those of lost lanes.
+    /// Chunks of the whole session, not counting those that were lost with a lane.
     pub chunks: u64,
     /// The number of the last iteration.
     pub iteration: u32,
     /// Sections sent, at most [`crate::limits::MAX_SECTIONS`].
     pub sections: u32,
-    /// Pages sent in the whole session, including zero pages and repetitions, but not those
-    /// of lost lanes.
+    /// Pages sent in the whole session, including zero pages and repetitions, but not those that
+    /// were lost with a lane.
     pub pages: u64,
     /// The number of *fenced* messages that the source has received. If the destination has sent
     /// more, this *final* is outdated, and the source sends another.
@@ -342,7 +343,7 @@ pub enum Message {
     /// resumed after *running* was recorded. The message names the attempt, so that the *aborted*
     /// of an earlier attempt does not count for a new one (I1).
     Answer {
-        /// The attempt in the inquiry.
+        /// The attempt to which the verdict applies.
         attempt: u32,
         /// The outcome of the attempt.
         verdict: Verdict,

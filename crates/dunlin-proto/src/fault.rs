@@ -279,7 +279,7 @@ mod tests {
         for code in FaultCode::ALL {
             assert!(!names.contains("unknown"));
             assert!(code.advice().ends_with('.'), "{code}");
-            // Several products share the advice, so it names no commands.
+            // Several programs share the advice, so it contains no `dunlin` command line.
             assert!(!code.advice().contains("dunlin "), "{code}");
             let stable = |byte: u8| byte.is_ascii_lowercase() || byte == b'-';
             assert!(code.name().bytes().all(stable), "{code}");

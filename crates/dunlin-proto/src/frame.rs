@@ -6,11 +6,10 @@
 //!  [header 24]                                                       mark, end
 //! ```
 //!
-//! Parsing yields values that are safe to use: a [`Range`] from
-//! [`ChunkHeader::decode_ranges`] lies inside a region of the table, and its
-//! payload has the length that its encoding implies. Neither direction
-//! allocates per chunk: the lane's thread reuses one vector for ranges and one
-//! for bytes.
+//! Parsing yields values that are safe to use: a [`Range`] from [`ChunkHeader::decode_ranges`] lies
+//! inside a region of the table, and its payload has the length that its encoding implies. Neither
+//! encoding nor decoding allocates per chunk: the lane's thread reuses one vector for ranges and
+//! one for bytes.
 
 use crate::control::RegionTable;
 use crate::limits::{MAX_CHUNK_PAYLOAD_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
@@ -53,9 +52,8 @@ pub enum Frame {
 impl Frame {
     /// Reads a header of exactly [`FRAME_HEADER_BYTES`].
     ///
-    /// # Errors
-    /// An unknown kind, a number over its limit, or a non-zero field that the
-    /// kind does not use.
+    /// An unknown kind, a chunk without ranges, a number over its limit, or a non-zero field that
+    /// is reserved or that the kind does not use.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let kind = reader.u16("frame kind")?;

@@ -86,7 +86,7 @@ impl fmt::Display for Sender {
     }
 }
 
-/// An SA that a sender requests.
+/// An SA that the sending side requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot {
     /// The SA's number in this direction. The numbers ascend and are never reused in a session, so

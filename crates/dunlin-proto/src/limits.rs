@@ -65,8 +65,8 @@ pub const MAX_STATE_BYTES: usize = 32 * 1024 * 1024;
 /// of a chunk is full after 256 single scattered raw pages.
 pub const MAX_RANGES_PER_CHUNK: usize = 448;
 
-/// Bytes of a chunk's header with its ranges. Both must fit one TLS record, which
-/// has at most 16 384 bytes of plaintext (RFC 8446 section 5.1).
+/// Bytes of a chunk's header with its ranges. Together they must fit one TLS record, which has at
+/// most 16 384 bytes of plaintext (RFC 8446 section 5.1).
 pub const MAX_CHUNK_HEADER_BYTES: usize = 12 * 1024;
 
 /// Payload bytes of one chunk.

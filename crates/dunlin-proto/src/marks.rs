@@ -5,9 +5,10 @@
 //! at the end of an iteration, and no lane passes a mark before every live lane
 //! has reached it. The source never waits.
 //!
-//! Getters: [`Marks::may_pass`]. Commands: [`Marks::open`]. Events:
-//! [`Marks::reach`], [`Marks::end`]. The caller wakes every
-//! waiting lane after each event, including one that returns an error.
+//! Getters: [`Marks::may_pass`], [`Marks::iteration`], [`Marks::marked`], [`Marks::live`].
+//! Commands: [`Marks::open`]. Events: [`Marks::used`], [`Marks::reach`], [`Marks::end`]. The caller
+//! wakes every waiting lane after [`Marks::reach`], even if it returns an error, and after
+//! [`Marks::end`].
 
 use std::collections::BTreeMap;
 
@@ -30,7 +31,7 @@ struct Progress {
     marked: bool,
 }
 
-/// A lane that violated the order of marks. The peer is at fault.
+/// A mark that is out of order, or on a lane that is not open. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MarkError {
     /// A mark that does not follow the lane's last mark.
@@ -75,7 +76,8 @@ impl Marks {
             .map(|one| one.reached.saturating_add(1))
     }
 
-    /// The last mark that `lane` has carried; `None` before its first.
+    /// The last mark that `lane` has carried; `None` before its first mark, or if the lane is not
+    /// open.
     #[must_use]
     pub fn marked(&self, lane: u16) -> Option<u32> {
         let progress = self.live.get(&lane)?;
@@ -92,7 +94,8 @@ impl Marks {
     /// Records that `lane` carried the mark that ends `iteration` (counted from 1).
     ///
     /// # Errors
-    /// The lane is not open, or the mark is not the lane's next one.
+    /// The lane is not open, or the mark is not the lane's next one. The first frame of a lane may
+    /// be any mark.
     pub fn reach(&mut self, lane: u16, iteration: u32) -> Result<(), MarkError> {
         let progress = self
             .live

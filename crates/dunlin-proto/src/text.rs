@@ -69,7 +69,7 @@ pub fn is_harmful(character: char) -> bool {
 mod tests {
     use super::*;
 
-    /// Displays its text, and its cause's text if it has one.
+    /// An error with a text and, if it has one, a cause. It displays only its own text.
     #[derive(Debug)]
     struct Failure(&'static str, Option<Box<Failure>>);
 

@@ -199,11 +199,10 @@ impl<'a> Reader<'a> {
     /// `known` receives each field's tag and a reader over its value only. It
     /// returns whether the tag is known; if so, it must read the whole value.
     ///
-    /// # Errors
-    /// The errors of `known`; [`DecodeReason::Truncated`];
-    /// [`DecodeReason::Inconsistent`] if tags do not ascend;
-    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if
-    /// `known` leaves bytes of a known field unread.
+    /// # Errors The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`]
+    /// if tags do not ascend; [`DecodeReason::Unsupported`] if a reserved flag is set;
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if `known` leaves bytes
+    /// of a known field unread.
     pub fn fields(
         mut self,
         mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
@@ -426,7 +425,8 @@ impl<'a> Writer<'a> {
     /// Appends an extension field. The caller writes tags in ascending order.
     ///
     /// # Errors
-    /// [`EncodeError::OverLimit`] if the value's length does not fit.
+    /// [`EncodeError::OverLimit`] if the value is longer than
+    /// [`crate::limits::MAX_CONTROL_BODY_BYTES`].
     pub fn field(&mut self, tag: u16, required: bool, value: &[u8]) -> Result<(), EncodeError> {
         self.u16(tag).u16(if required { FIELD_REQUIRED } else { 0 });
         self.blob(

@@ -125,7 +125,7 @@ pub enum RegionError {
     },
     /// The length is not a positive multiple of the page size within the limit.
     #[error(
-        "region {id} has invalid length {length} (must be a multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
+        "region {id} has invalid length {length} (must be a positive multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
     )]
     Length {
         /// The region.
@@ -200,7 +200,7 @@ impl RegionTable {
     /// Checks and sorts the regions.
     ///
     /// # Errors
-    /// [`RegionError`] for the first invalid region.
+    /// [`RegionError`] if a region, their number or their total length is invalid.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
         for region in &regions {
             region.check()?;
@@ -220,7 +220,8 @@ impl RegionTable {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(RegionError::Count(regions.len()));
         }
-        // The sum is at most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
+        // The sum is at most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62, so it does not
+        // overflow.
         let total_bytes = regions.iter().map(|region| region.length).sum();
         if total_bytes > MAX_MEMORY_BYTES {
             return Err(RegionError::Total);

@@ -24,7 +24,7 @@ fn decode(bytes: &[u8]) -> Result<Option<Message>, DecodeError> {
     Message::decode(&Header::decode(header)?, body)
 }
 
-/// Appends to the body and corrects its length.
+/// Encodes the message with `field` appended to its body, and corrects the length of the body.
 fn extended(message: &Message, field: &[u8]) -> Vec<u8> {
     let mut bytes = encode(message);
     bytes.extend_from_slice(field);
@@ -222,7 +222,7 @@ fn a_field_of_a_later_release_is_skipped_unless_it_is_required() {
         decode(&extended(&message, &required)).unwrap_err().why,
         DecodeReason::UnknownRequiredField { tag: 9 }
     );
-    // A repeated tag, a reserved flag, and a truncated value.
+    // A repeated tag, a reserved flag, a truncated value, and a truncated header of a field.
     let twice = [optional, optional].concat();
     let flagged = [9, 0, 2, 0, 1, 0, 0, 0, 0xff];
     let cut = [9, 0, 0, 0, 2, 0, 0, 0, 0xff];

@@ -3,7 +3,7 @@
 use super::*;
 use crate::control::{Region, RegionKind};
 
-/// A table in which region 3 has 16 pages and region 8 has the maximum length.
+/// A table in which region 3 has 16 pages, and region 8 has the rest of the maximum total length.
 fn regions() -> RegionTable {
     let region = |id, length| Region {
         id,

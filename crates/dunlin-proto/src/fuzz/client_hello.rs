@@ -3,10 +3,9 @@
 use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
-/// Looks at arbitrary first bytes, both unchanged and as the content of records of any
-/// size. Checks that each look asks for more bytes than have arrived, within bounds and never
-/// more than needed; that an error is final; and that the name does not depend on the
-/// record size.
+/// Looks at arbitrary first bytes, both unchanged and as the content of records of several sizes.
+/// Checks that each look asks for more bytes than have arrived, within bounds and never more than
+/// needed; that an error is final; and that the name does not depend on the record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
     grows(bytes);
     let Some((&size, message)) = bytes.split_first() else {
@@ -19,7 +18,8 @@ pub fn fuzz_client_hello(bytes: &[u8]) {
     if pieces.len() <= MAX_CLIENT_FLIGHT_BYTES {
         let pieces = look(&pieces);
         match (&whole, &pieces) {
-            // An empty message has no records, so the two minimums may differ.
+            // The minimums include the headers of the records, so they differ with the size of the
+            // records. An error may also be another one.
             (Ok(Look::Needs(_)), Ok(Look::Needs(_))) | (Err(_), Err(_)) => {}
             _ => assert_eq!(whole, pieces),
         }

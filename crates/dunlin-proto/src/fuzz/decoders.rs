@@ -1,5 +1,6 @@
-//! Fuzz entries for the decoders. They check that a decoded value is within its bounds, uses memory
-//! in proportion to the input, and is unchanged after it is encoded and decoded again.
+//! Fuzz entries for the decoders. They check that a decoded value is within its bounds and, where
+//! it applies, that it uses memory in proportion to the input and is unchanged after it is encoded
+//! and decoded again.
 
 use super::as_is_and_with_its_length;
 use std::sync::LazyLock;
@@ -299,7 +300,8 @@ pub fn fuzz_extension_fields(bytes: &[u8]) {
             .try_for_each(|(tag, value)| writer.field(*tag, false, value))
     })
     .expect("no value is longer than the input");
-    // The bytes may differ only in the bits that mark a field as required.
+    // The bytes may differ only in the bits that mark a field as required, so only the lengths are
+    // compared.
     assert_eq!(encoded.len(), bytes.len());
 }
 

@@ -1,10 +1,10 @@
 //! Fuzz entries: one for each decoder, and one for each state machine, driven
 //! by operations that the input bytes choose.
 //!
-//! Each takes arbitrary bytes and panics on an error of a decoder or a
-//! deviation from a model. Unit tests run them over the checked-in seeds and
-//! mutations of these; `make fuzz` runs the same functions under libFuzzer.
-//! Compiled only for tests and with the feature `fuzzing`.
+//! Each takes arbitrary bytes and panics if a decoder returns an invalid value or a state machine
+//! deviates from its model. Unit tests run them over the checked-in seeds and mutations of these;
+//! `make fuzz` runs the same functions under libFuzzer. Compiled only for tests and with the
+//! feature `fuzzing`.
 
 mod client_hello;
 mod decoders;

@@ -1,5 +1,5 @@
-//! Performs operations on the decision modules, as the input bytes choose, and compares
-//! each result with a simple, slow model.
+//! Performs operations on the decision modules, as the input bytes choose, and compares each result
+//! with a simple, slow model or checks it against rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -184,7 +184,7 @@ pub fn fuzz_pace(bytes: &[u8]) {
                 let (began, sent) = &mut window;
                 let began = *began.get_or_insert(at);
                 let elapsed = u128::from(at.saturating_sub(began)) + u128::from(BURST_NS);
-                // Rounding loses less than a nanosecond per piece.
+                // Rounding loses less than a nanosecond per piece. The slack allows for it.
                 let slack = (*sent / 1_000_000_000 + 1_000_000) * 2;
                 let allowed = elapsed * u128::from(rate.max(1)) / 1_000_000_000 + slack;
                 assert!(
@@ -197,9 +197,9 @@ pub fn fuzz_pace(bytes: &[u8]) {
     }
 }
 
-/// Drives pre-copy with any sequence of measurements. Checks that it switches over only within
-/// the limits, gives up only as configured, never throttles a guest without permission, and
-/// ends at its time limit.
+/// Drives pre-copy with any sequence of measurements. Checks that it switches over only within the
+/// downtime limit or, if configured, at the time limit; that it gives up only as configured; that
+/// it never throttles a guest without permission; and that it ends at its time limit.
 pub fn fuzz_precopy(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let goals = Goals {

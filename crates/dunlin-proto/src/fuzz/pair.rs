@@ -55,9 +55,9 @@ struct Pair {
     now_ns: u64,
 }
 
-/// Runs a migration in which each side receives correct but late reports. Checks that no page
-/// goes back to an older version (I4), and that the two memories are equal once everything
-/// has arrived (I3).
+/// Runs a migration in which the messages on the control lane are correct but arrive late. Checks
+/// that no page goes back to an older version (I4), and that the two memories are equal once
+/// everything has arrived (I3).
 pub fn fuzz_lanes(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
@@ -319,7 +319,7 @@ impl Pair {
         self.sending.control_resumed(self.now_ns);
     }
 
-    /// Delivers everything in flight and compares the memories.
+    /// Ends the migration without further losses and compares the memories.
     fn settle(&mut self) {
         if !self.finishing {
             self.iterate(true);

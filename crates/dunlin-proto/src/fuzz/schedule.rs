@@ -54,9 +54,9 @@ struct Course {
     leaving: bool,
 }
 
-/// Drives a schedule with any sequence of operations. Checks that every pending page is sent once
-/// per iteration, and again only if its lane was lost (I4); that no page is forgotten; and that
-/// each lane gets its marks in order, and after a mark only chunks of the next iteration.
+/// Drives a schedule with any sequence of operations. Checks that a page is sent at most once per
+/// iteration, unless its lane was lost (I4); that no page is forgotten; and that each lane gets its
+/// marks in order, and after a mark only chunks of the next iteration.
 pub fn fuzz_schedule(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut schedule = Schedule::new(REGIONS);
@@ -134,8 +134,7 @@ pub fn fuzz_schedule(bytes: &[u8]) {
                 let known = schedule.acknowledge(choices.number(), choices.number());
                 // If there is no chunk, no acknowledgement may succeed for any page.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
-                // The model lacks the acknowledged chunk numbers, so it cannot check
-                // further work, and the run stops.
+                // The model does not record which chunks were acknowledged, so the run stops.
                 if known.is_ok_and(|pages| pages > 0) {
                     return;
                 }

@@ -83,9 +83,9 @@ const CHANNELS: usize = 4;
 const LANES_MAX: usize = 3;
 const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 
-/// Runs one side with a peer that sends anything and a caller that makes calls in any order. Checks
-/// that nothing panics, that nothing is delivered twice or out of order, and that the buffered
-/// bytes stay within their limits (I7, I8).
+/// Runs one side of a trunk with a peer that sends anything and a caller that makes calls in any
+/// order. Checks that nothing panics, that nothing is delivered twice or out of order, that no lane
+/// is opened twice, and that the buffered bytes stay within their limits (I7, I8).
 pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let first = choices.byte();
@@ -283,7 +283,7 @@ impl Rig {
         self.writes.extend(next);
     }
 
-    /// Makes the calls that a caller makes after each report.
+    /// Takes all actions and messages from the trunk, as a caller does after each report.
     fn settle(&mut self) {
         while let Some(action) = self.trunk.poll(self.now_ns) {
             assert!(!self.given_up, "{action:?} after the end");

@@ -20,7 +20,7 @@ use crate::wire::{DecodeError, Reader, Start};
 /// The length of a message's header.
 pub const MESSAGE_HEADER_BYTES: usize = 8;
 
-/// The header of a message. Its length is within the limits; its kind may be unknown.
+/// The header of a message. The length of the body is within the limit; the kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,

@@ -159,8 +159,8 @@ impl SessionParameters {
 
     /// Returns the steps that install outbound SAs and the policies that use them. `first` means
     /// that the SAs are the first of an epoch, including the fallback; in this case the policies
-    /// for the session's ports are replaced. `known` lists the connections that had an SA in the
-    /// previous epoch.
+    /// for the session's ports are replaced. `known` lists the senders that had an SA in the
+    /// previous epoch; the policies of connections among them are replaced too.
     #[must_use]
     pub fn outbound(
         &self,
@@ -317,9 +317,8 @@ impl SessionParameters {
         self.first_reqid + 1 + epoch % 2
     }
 
-    /// Two connections of a session have the same request id only if more than 65,000 other
-    /// connections were opened between them. If both connections still exist, the newer SA carries
-    /// both.
+    /// Two connections of a session have the same request id only if more than 65,000 other SAs
+    /// were requested between theirs. If both connections still exist, the newer SA carries both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {

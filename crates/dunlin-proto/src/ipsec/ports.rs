@@ -12,7 +12,7 @@ pub struct PortRange {
     last: u16,
 }
 
-/// The text is not a range of ports.
+/// The text is not a range or a block of ports.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("invalid port range `{0}`: expected a form such as 49152-49215, from 1 to 65535")]
 pub struct NotPorts(String);

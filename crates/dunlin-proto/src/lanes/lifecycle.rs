@@ -13,11 +13,11 @@
 //!             Fencing ◀────────┴───────────────────────────────────────────────▶ (gone)
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
-//! A lane is lost when its connection ends in any state but `Ended`, when the
-//! peer reports the loss, or when a timeout expires. In `Opening`, the timeout
-//! is `open_ns`. In `Up`, `Leaving` and `Ended`, it is `progress_ns`, and it
-//! runs only while a confirmation of the peer is outstanding. If a lane is
-//! `Fencing` for `alone_ns` without an answer, the action is [`Action::GiveUp`].
+//! A lane is lost when its connection ends in any state but `Ended` or with an error, when the peer
+//! reports the loss, or when a timeout expires. In `Opening`, the timeout is `open_ns`. In `Up`,
+//! `Leaving` and `Ended`, it is `progress_ns`, and it runs only while a confirmation of the peer is
+//! outstanding. If a lane is `Fencing` for `alone_ns` without an answer, the action is
+//! [`Action::GiveUp`].
 //!
 //! **Replacement.** A lane that is `Opening`, or `Up` and not near the limit of its key, counts
 //! towards the wanted number of lanes. [`Lifecycle::poll`] opens lanes until this number is
@@ -162,10 +162,10 @@ impl<L> Lane<L> {
 /// The lanes on which one side sends; see the module.
 ///
 /// Events: [`Lifecycle::up`], [`Lifecycle::taken`], [`Lifecycle::record_usage`],
-/// [`Lifecycle::end`], [`Lifecycle::over`], [`Lifecycle::lose`],
-/// [`Lifecycle::remove`], [`Lifecycle::resumed`], [`Lifecycle::unheard`]. After
-/// each, and at [`Lifecycle::due_ns`], call [`Lifecycle::poll`] until it
-/// returns `None`. After events that can lose a lane, call
+/// [`Lifecycle::end`], [`Lifecycle::forget`], [`Lifecycle::over`], [`Lifecycle::lose`],
+/// [`Lifecycle::remove`], [`Lifecycle::resumed`], [`Lifecycle::unheard`]. Commands:
+/// [`Lifecycle::want`], [`Lifecycle::leave_all`]. After each, and at [`Lifecycle::due_ns`], call
+/// [`Lifecycle::poll`] until it returns `None`. After events that can lose a lane, call
 /// [`Lifecycle::take_dropped`].
 #[derive(Debug)]
 pub(crate) struct Lifecycle<L> {
@@ -309,7 +309,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// Records the loss of a lane. Returns false if the lane was lost before.
+    /// Records the loss of a lane. Returns false if the lane is already lost or does not exist.
     pub(crate) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get(&number);
         if lane.is_none_or(|lane| lane.is(State::Fencing)) {
@@ -350,7 +350,8 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// Returns the loads of lanes lost under [`Loss::Dropped`].
+    /// Returns the loads of the lanes that were lost since the last call, if the policy is
+    /// [`Loss::Dropped`].
     pub(crate) fn take_dropped(&mut self) -> Vec<L> {
         std::mem::take(&mut self.dropped)
     }
@@ -370,8 +371,8 @@ impl<L: Load> Lifecycle<L> {
         self.unheard(now_ns);
     }
 
-    /// Restarts the timeouts of all lanes, because the control lane has carried nothing until now
-    /// and the peer could confirm nothing.
+    /// Restarts the timeouts of all lanes, because until now this side could not receive a
+    /// confirmation of the peer.
     pub(crate) fn unheard(&mut self, now_ns: u64) {
         for lane in self.lanes.values_mut() {
             lane.restart(now_ns);

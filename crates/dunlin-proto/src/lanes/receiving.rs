@@ -209,7 +209,7 @@ impl Receiving {
         self.marks.may_pass(iteration)
     }
 
-    /// Whether `lane` is being closed, so that its thread must end.
+    /// Whether `lane` is being closed or is not open, so that its thread must end.
     #[must_use]
     pub fn is_closing(&self, lane: u16) -> bool {
         self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
@@ -219,7 +219,7 @@ impl Receiving {
     /// wakes the lanes that wait at a mark.
     ///
     /// # Errors
-    /// The count in *end* is wrong.
+    /// The count in *end* is wrong, or the lane is not open.
     pub fn ended(&mut self, lane: u16, chunks: u64) -> Result<(), CourseError> {
         let &carried = self.lanes.get(&lane).ok_or(MarkError::NotOpen { lane })?;
         if carried != chunks {
@@ -304,7 +304,7 @@ impl Receiving {
         self.last.as_ref()
     }
 
-    /// Whether there is something to acknowledge.
+    /// Whether there are chunks or positions to report.
     #[must_use]
     pub fn has_reports(&self) -> bool {
         !self.acks.is_empty() || !self.reached.is_empty()
@@ -331,9 +331,9 @@ impl Receiving {
         (sets, self.take_reached())
     }
 
-    /// Returns the reports to repeat on a new control lane: all chunks that have
-    /// arrived and the positions of the open lanes. The caller also repeats
-    /// *lane up* for each open lane.
+    /// Returns the reports to repeat on a new control lane: all chunks that have arrived, the last
+    /// marks of the open lanes, and the positions that were not reported yet. The caller also
+    /// repeats *lane up* for each open lane.
     pub fn repeat(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.clear();
         for &lane in self.lanes.keys() {

@@ -78,14 +78,13 @@ impl Load for Progress {
 
 /// The lanes of one attempt and the schedule that feeds them.
 ///
-/// Getters: [`Sending::schedule`], [`Sending::up`], [`Sending::fenced_count`],
-/// [`Sending::complete`], [`Sending::due_ns`]. Commands: through
-/// [`Sending::schedule_mut`], [`Sending::finish`], [`Sending::want`]. The
-/// lanes' threads call [`Sending::next`] and [`Sending::paced`]. Events:
-/// [`Sending::lane_up`], [`Sending::refused`], [`Sending::thread_ended`],
-/// [`Sending::acknowledge`], [`Sending::fenced`], [`Sending::unheard`],
-/// [`Sending::control_resumed`]. After each event, and at [`Sending::due_ns`],
-/// call [`Sending::poll`] until it returns `None`. The caller supplies the
+/// Getters: [`Sending::schedule`], [`Sending::up`], [`Sending::opening`],
+/// [`Sending::fenced_count`], [`Sending::lost_count`], [`Sending::complete`], [`Sending::due_ns`].
+/// Commands: through [`Sending::schedule_mut`], [`Sending::finish`], [`Sending::want`]. The lanes'
+/// threads call [`Sending::next`] and [`Sending::paced`]. Events: [`Sending::lane_up`],
+/// [`Sending::refused`], [`Sending::thread_ended`], [`Sending::acknowledge`], [`Sending::fenced`],
+/// [`Sending::unheard`], [`Sending::control_resumed`]. After each event, and at
+/// [`Sending::due_ns`], call [`Sending::poll`] until it returns `None`. The caller supplies the
 /// time, in nanoseconds from any origin.
 #[derive(Debug)]
 pub struct Sending {
@@ -200,7 +199,9 @@ impl Sending {
         if lane.is(State::Leaving) {
             self.schedule.leave(number);
         }
-        // The lane asks for work, so its last chunk has been sent, even if the rate cap delayed it.
+        // The lane asks for work, so its last chunk has been sent. If only this chunk is
+        // unconfirmed, its timeout starts no earlier than the time until which the rate cap delayed
+        // it. If nothing is unconfirmed, the timeout starts now.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();
@@ -219,7 +220,7 @@ impl Sending {
     }
 
     /// Records that the destination admitted lane `number`. Returns false, without another effect,
-    /// if this was recorded before.
+    /// if the lane is no longer opening.
     ///
     /// # Errors
     /// The lane was never opened.

@@ -14,7 +14,8 @@ fn schedule(pages: u64, lanes: u16) -> Schedule {
     schedule
 }
 
-/// Asks for work for `lane` until it must wait; returns the pages and the work.
+/// Asks for work for `lane` until it must wait or has ended; returns the number of pages and the
+/// tasks.
 fn drain(schedule: &mut Schedule, lane: u16) -> (u64, Vec<Work>) {
     let mut plan = ChunkPlan::default();
     let mut pages = 0;

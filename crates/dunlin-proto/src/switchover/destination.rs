@@ -163,7 +163,8 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
-            // The VM ran here and has moved to another host. The source must not run it.
+            // The VM ran here and has moved to another host. The source must not run it, so it gets
+            // the answer *running*.
             Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
@@ -289,8 +290,7 @@ impl Destination {
             (Self::Running | Self::Released | Self::Died, On::Cancelled) => {
                 (self, &[Do::RefuseTooLate])
             }
-            // The control lane ended after all its messages were sent or drained, so its loss
-            // changes nothing.
+            // The outcome is decided, so none of these events changes anything.
             (
                 Self::Running
                 | Self::Released

@@ -45,7 +45,7 @@ pub enum DecodeReason {
         /// Bytes that are left.
         left: u64,
     },
-    /// The number exceeds its limit in [`crate::limits`].
+    /// The number exceeds its limit: one of [`crate::limits`], or the length of a region.
     #[error("{value} exceeds the limit of {limit}")]
     OverLimit {
         /// The number as sent; `u64::MAX` for a sum that overflows.

@@ -1,6 +1,6 @@
-//! Properties of every codec: values are the same after encoding and decoding, arbitrary bytes and
-//! truncated messages are rejected without a panic, and a decoder allocates in proportion to its
-//! input.
+//! Properties of the codecs of migrations: values are the same after encoding and decoding,
+//! truncated messages are rejected, arbitrary bytes cause no panic, and a decoder allocates in
+//! proportion to its input.
 
 #![allow(clippy::unwrap_used)]
 

@@ -6,7 +6,7 @@ use crate::ipsec::{Grant, LEAST_SPI, Sender, Slot};
 
 #[derive(Debug, Default)]
 pub(super) struct Receiving {
-    /// The current epoch; 0 until its first SAs are installed.
+    /// The current epoch; 0 until the first SAs are installed.
     epoch: u32,
     live: Vec<Grant>,
     /// The smallest unused index.
@@ -65,7 +65,7 @@ impl Receiving {
     }
 
     /// Records that the requested SAs are installed with these SPIs. Returns `None` if nothing was
-    /// requested, or if the SPIs do not match the request.
+    /// requested, if the number of SPIs differs from the request, or if an SPI is reserved.
     pub(super) fn installed(&mut self, spis: &[u32]) -> Option<(u32, Vec<(u32, u32)>)> {
         let (epoch, slots) = self.installing.take()?;
         if slots.len() != spis.len() || spis.iter().any(|spi| *spi < LEAST_SPI) {

@@ -71,7 +71,7 @@ impl Side {
         }
     }
 
-    /// Performs one action; messages are appended to `sent`.
+    /// Performs one action and appends messages to `sent`; returns false if there is no action.
     fn act(&mut self, sent: &mut VecDeque<Message>) -> bool {
         let Some(action) = self.exchange.poll_action() else {
             return false;
@@ -184,8 +184,9 @@ impl Pair {
         while self.step(0) {}
     }
 
-    /// Checks that packets of the ports are dropped, or sealed with an SA that the other side
-    /// opens.
+    /// Checks that packets of the ports leave in the clear only before their side has policies, are
+    /// dropped only before both sides are up, and otherwise are sealed with an SA that the other
+    /// side opens.
     fn check(&self) {
         let everything_up = self.sides.iter().all(|side| side.up);
         for side in 0..2 {

@@ -117,8 +117,7 @@ pub(in crate::ipsec) mod tests {
                 kernel.apply(&step);
                 prop_assert!((heir..=heir + more).all(|port| shut(&kernel, port)));
             }
-            // From here on no policy of the dead process takes precedence over one of the process
-            // that adopts it.
+            // From here on no policy of the dead process takes precedence over one of the heir.
             for (own, other) in left.iter().flat_map(|other| {
                 after.begin().into_iter().filter_map(|step| match step {
                     Step::Add(Object::Policy(own)) => Some((own, *other)),

@@ -141,7 +141,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// No packet of the ports leaves or enters in the clear at any step from the first policies to
-    /// the last removal, for any numbers of CPUs.
+    /// the last removal, in both modes, for any ports and senders.
     #[test]
     fn i6_no_packet_of_the_ports_is_in_the_clear_between_any_two_steps(
         mode in any_mode(),

@@ -71,7 +71,7 @@ fn in_state(loss: Loss, state: &str) -> Option<Lanes> {
         "gone" => _ = lanes.remove(1, 0),
         _ => {}
     }
-    // Discards the actions that led to the state, including a replacement lane.
+    // Discards the actions that led to the state, including the one that opens a replacement lane.
     actions(&mut lanes, 0);
     lanes.take_dropped();
     let fencing = state.starts_with("Fencing");

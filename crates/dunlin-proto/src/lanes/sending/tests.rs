@@ -112,7 +112,8 @@ fn a_lane_that_waits_at_a_mark_is_not_stalled() {
         [Action::Cut(2), Action::Fence(2)]
     );
     assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
-    // The timeout of lane 1 starts here.
+    // From here on, lane 1 does not wait for another lane. Its timeout runs from the last poll, at
+    // 110.
     assert_eq!(sending.fenced(2, &[], 120), Ok(0));
     assert_eq!(actions(&mut sending, 130), []);
     assert_eq!(
@@ -138,7 +139,7 @@ fn a_lane_delayed_by_the_rate_cap_is_not_stalled() {
 fn the_rate_cap_does_not_extend_the_deadline_of_earlier_chunks() {
     let mut sending = established(3 * CHUNK_PAGES, 1);
     begin(&mut sending, 3 * CHUNK_PAGES);
-    // The lane takes one chunk after another, and none arrives.
+    // The lane takes one chunk after another, and none is acknowledged.
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.paced(1, 40);
     assert_eq!(next(&mut sending, 1, 40), Work::Chunk);
