@@ -79,7 +79,8 @@ fn name(row: &Row, conditions: &[String]) -> String {
     text
 }
 
-/// Plots one line for each row, from the minimum to the maximum, with a dot at the median.
+/// Plots one line for each row, from the minimum to the maximum, with a dot at the median. Plots
+/// nothing if fewer than two rows have the figure.
 fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     let conditions = differing(rows);
     let mut variants: Vec<String> = Vec::new();

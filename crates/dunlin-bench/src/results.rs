@@ -48,7 +48,7 @@ impl Results {
     }
 
     /// Returns one object for each set of conditions: the conditions, each figure as `NAME`,
-    /// `NAME_min` and `NAME_max`, and the number of rounds.
+    /// `NAME_min` and `NAME_max`, the number of rounds, and the details of the last run.
     #[must_use]
     pub fn json(&self) -> Vec<Value> {
         self.0.iter().map(Row::json).collect()

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::results::{Results, Row};
 
 /// One table for each scenario: a column for each condition that differs between its rows, and one
-/// for each figure. Conditions that all rows share are in the line below the title.
+/// for each figure. Conditions that all rows share follow the scenario in the title.
 pub(crate) fn tables(results: &Results) -> String {
     let mut text = String::new();
     for (title, rows) in scenarios(results) {
@@ -109,7 +109,8 @@ fn shared(rows: &[&Row]) -> String {
     text.replacen(", ", ": ", 1)
 }
 
-/// Formats a value with three significant digits, but with at most three decimal places.
+/// Formats a value with three significant digits, but with all digits before the decimal point and
+/// at most three after it.
 pub(crate) fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 || size == 0.0 => format!("{value:.0}"),

@@ -12,8 +12,8 @@ use crate::process::bytes_of;
 const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
 
-/// Writes to `bytes` bytes of new memory in huge pages, or to as much as is available if that is
-/// less, and frees it.
+/// Writes to `bytes` bytes of new memory in huge pages, or, if less is available, to all of it
+/// except a reserve, and frees the memory.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
 /// and may take it back after the host has freed it. Without this call, the measurement of the next

@@ -70,7 +70,7 @@ pub fn movable(config: Config) -> Arc<Movable> {
     Movable::new(Arc::new(running(config)))
 }
 
-/// Returns options with `lanes` lanes that compare digests.
+/// Returns options with `lanes` lanes, for a migration that compares digests.
 pub fn verified(lanes: u16) -> source::Options {
     source::Options::builder()
         .lanes(lanes)
@@ -86,7 +86,7 @@ pub struct Moved {
     pub events: Vec<Event>,
 }
 
-/// Returns options with two lanes that compare no digests.
+/// Returns options with two lanes, for a migration that does not compare digests.
 pub fn unverified() -> source::Options {
     source::Options::builder().lanes(2).build().unwrap()
 }
