@@ -136,7 +136,8 @@ pub enum IpsecError {
         /// The process of the other session.
         pid: u32,
     },
-    /// The local port of the control connection belongs to another session.
+    /// A policy for specific ports, in most cases of another session, covers the control
+    /// connection.
     #[error(
         "the control connection uses port {port} on this host, which another policy covers ({by}): try \
          again to get another port, or keep the ports of sessions out of \

@@ -9,8 +9,7 @@ use dunlin_linux::ethtool::features;
 
 use crate::netlink::{Request, ask, attribute, number};
 
-/// The query for a route. Only the fixed part and the device attribute of its answer are
-/// used (rtnetlink(7)).
+/// The query for a route. Of its answer, only the attribute with the device is used (rtnetlink(7)).
 const RTM_GETROUTE: u16 = 26;
 const ROUTE_BYTES: usize = 12;
 const RTA_DST: u16 = 1;

@@ -135,7 +135,7 @@ impl RecordDirectory {
                 };
                 match record.read(&header)? {
                     (Scope::Here, synced) => {
-                        // The next line must not follow an incomplete line.
+                        // Remove an incomplete last line, so that the next line does not follow it.
                         let cut = record.file.set_len(synced);
                         cut.map_err(io_error("written", &path))?;
                         Ok(Some(record))
@@ -336,8 +336,9 @@ impl Record {
         Ok((links > 0).then(|| Self::new(file, path.to_owned())))
     }
 
-    /// Reads the file, and applies its lines if it has this header. Returns the length of all
-    /// complete lines: anything after them was never synced or is still being written.
+    /// Reads the file, and applies its lines if it has this header. Returns the scope of the record
+    /// and the length of all complete lines: anything after them was never synced or is still being
+    /// written.
     fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
         /// Every header is shorter than this, in bytes.
         const LONG: usize = 256;

@@ -44,7 +44,7 @@ pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, Ips
         let _lock = records.lock(LOCK_TIMEOUT)?;
         records.all()?
     };
-    // Skip sessions that have installed nothing yet.
+    // Skip sessions of which nothing is installed.
     let has_objects =
         |found: &Seen| !matches!(found, Ok((record, _)) if record.objects().is_empty());
     let found: Vec<_> = found.into_iter().filter(has_objects).collect();

@@ -52,7 +52,8 @@ pub struct Status {
 
 impl Session {
     /// Starts a session on its own threads. It uses the tables of the calling thread's network
-    /// namespace.
+    /// namespace. The returned channel reports once that the traffic in both directions is
+    /// protected.
     pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
         let (commands, received) = mpsc::channel();
         let (tell_up, up) = mpsc::channel();
@@ -254,7 +255,8 @@ fn clean(
     Ok(())
 }
 
-/// Removes the policies and SAs that dead processes left in this network namespace.
+/// Removes the policies and SAs that dead processes left in this network namespace, and frees their
+/// ports unless connections use them.
 ///
 /// # Errors
 /// The kernel's tables cannot be read, or a record cannot be read; all other records are handled

@@ -35,7 +35,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 pub struct AssociationStatus {
     /// The SA.
     pub association: Association,
-    /// The counters; `None` if another program has removed the SA.
+    /// The counters; `None` if the kernel no longer has the SA.
     pub counters: Option<Counters>,
 }
 
@@ -81,7 +81,8 @@ impl Tables {
         }
     }
 
-    /// Checks that no policy other than the inherited ones covers any of these packets.
+    /// Checks that no policy covers any of these packets, except the inherited policies and the
+    /// policies of other sessions that `only_crosses` allows.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let mut installed = self.policies()?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
@@ -152,8 +153,8 @@ impl Tables {
         }
     }
 
-    /// Performs steps in order. After a failure, the object of the failed step may be installed,
-    /// and is in the record. `state` returns an SA in the kernel's form, with its key.
+    /// Performs steps in order. After a failure, the record lists every object that may be
+    /// installed. `state` returns an SA in the kernel's form, with its key.
     pub(super) fn apply(
         &mut self,
         steps: &[Step],

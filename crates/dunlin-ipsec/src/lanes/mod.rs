@@ -117,7 +117,7 @@ pub enum NotProtected {
     /// The addresses of the connection are not available.
     #[error("addresses of the connection are not available: {0}")]
     Socket(#[from] io::Error),
-    /// The connection did not use an SA of this peer.
+    /// The source port of the lane does not belong to a session with this peer.
     #[error("source {from} is not a port of a keying session with this peer")]
     NoSession {
         /// The source address of the lane.
@@ -137,10 +137,10 @@ impl NotProtected {
 }
 
 impl IpsecLanes {
-    /// Starts opening and accepting lanes over IPsec, if the kernel supports them. Both sides take
-    /// blocks of source ports from `options.ports`. `options.cpus` are the CPUs to which this
-    /// side's lanes are pinned. If the list is empty in mode cpu, all lanes use one SA. Removes the
-    /// policies and SAs that dead processes left.
+    /// Prepares this process to open and to accept lanes over IPsec. Both sides take blocks of
+    /// source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
+    /// are pinned. If the list is empty in mode cpu, all lanes use one SA. Removes the policies and
+    /// SAs that dead processes left.
     ///
     /// # Errors
     /// The kernel lacks a feature, this process lacks a privilege, or the range contains no block
@@ -257,8 +257,9 @@ impl fmt::Debug for IpsecLanes {
 }
 
 impl Shared {
-    /// The body of the thread that handles offers, ended sessions, accepted lanes and the
-    /// comparison of counters.
+    /// The body of the thread that answers offers, removes ended sessions and shuts down their
+    /// lanes, moves accepted lanes to the SA of their CPU, and compares the bytes that lanes sent
+    /// with the bytes that SAs carried.
     fn keep(&self, offered: &Receiver<Offered>) {
         let mut watched = Instant::now();
         loop {
@@ -332,8 +333,8 @@ impl Shared {
                 return false;
             }
             session.session.want_cpu(one.cpu);
-            // This copy of the descriptor would keep the kernel from closing the connection, and
-            // the peer waits for that before it frees the ports.
+            // Drop a lane that has ended: this copy of the descriptor would keep the kernel from
+            // closing the connection, and the peer waits for that before it frees the ports.
             one.since.elapsed() < ANSWERING_LIMIT && is_established(&one.lane).unwrap_or(false)
         });
     }

@@ -195,7 +195,7 @@ impl Inheritance {
     }
 }
 
-/// Whether a record has policies for packets that the new policies cover.
+/// Whether some packet matches both a policy of the record and a new policy.
 fn concerns(record: &Record, begin: &[Step]) -> bool {
     let left = blocking(record);
     let mut own = begin.iter().filter_map(|step| step.added()?.policy());

@@ -85,7 +85,7 @@ impl Ports {
     }
 }
 
-/// The direction to the peer. No transition leads back.
+/// Whether messages can still be sent to the peer. A failure is final.
 pub(super) enum Sending {
     Works,
     /// A send has failed, so nothing more is sent. The values are the error and its time.

@@ -24,7 +24,7 @@ pub struct TcpConnection {
 }
 
 impl TcpConnection {
-    /// The state of [`Self::is_established`].
+    /// The number of the state in which [`Self::is_established`] is true.
     pub const ESTABLISHED: u8 = 1;
 
     /// Whether its handshake is complete and neither side has closed it.

@@ -70,8 +70,8 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// The kernel's answer cannot be parsed.
-    #[error("{doing}: malformed answer from the kernel: {what}; report the kernel's version")]
+    /// The kernel's answer cannot be parsed, or a list changed while it was read.
+    #[error("{doing}: unusable answer from the kernel: {what}; try again, and report the kernel's version if this recurs")]
     Answer {
         /// The operation.
         doing: &'static str,

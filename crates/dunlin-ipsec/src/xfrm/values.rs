@@ -59,7 +59,8 @@ impl fmt::Debug for KeyAndSalt {
 
 /// An SA to install: ESP in transport mode, AES-256-GCM, extended sequence numbers starting at
 /// zero. A key that has sealed anything must not be used for a second SA: nonces are sequence
-/// numbers, and two packets with the same nonce reveal the key.
+/// numbers, and two packets with the same nonce reveal the authentication key and the XOR of their
+/// plaintexts.
 #[derive(Clone, Debug)]
 pub struct State {
     /// The identity.
