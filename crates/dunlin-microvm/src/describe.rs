@@ -136,7 +136,7 @@ pub(crate) fn same_rate(guest_khz: u32, host_khz: u32) -> bool {
 }
 
 impl VmDescription {
-    /// Describes a machine that does not depend on the host's CPU.
+    /// Describes a process guest, which does not depend on the host's CPU.
     pub(crate) fn of_process(config: Config) -> Self {
         Self {
             config,

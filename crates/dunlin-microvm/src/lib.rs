@@ -1,10 +1,10 @@
 //! A small virtual machine on KVM that can be run and migrated.
 //!
 //! The guest (`guest/workload.S`) reads and checks every page before it writes to it, and keeps
-//! known values in its vector registers. If a migration loses anything, the guest itself detects
-//! the loss and stops with a code for the kind of error. The VMM paces the guest, pauses it, logs
-//! its writes, and saves and loads all of its state. Every vCPU sends a *beat* to the VMM each
-//! millisecond.
+//! known values in its vector registers. If a migration loses a write to these pages or a value of
+//! these registers, the guest itself detects the loss and stops with a code for the kind of error.
+//! The VMM paces the guest, pauses it, logs its writes, and saves and loads all of its state. Every
+//! vCPU sends a *beat* to the VMM about every millisecond.
 //!
 //! On a host without /dev/kvm, threads of the process can act as the guest
 //! ([`GuestKind::Process`]). Write-protection logs their writes.

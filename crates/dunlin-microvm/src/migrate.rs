@@ -78,7 +78,8 @@ impl Movable {
     /// [`HostOptions::digests`].
     ///
     /// # Errors
-    /// The memory or the log of the guest's writes cannot be read.
+    /// The memory or the log of the guest's writes cannot be read, or no log was started at the
+    /// resume.
     pub fn digests_at_resume(&self) -> Result<Vec<u64>, VmmError> {
         let mut logs = mem::take(&mut *lock(&self.since_resume));
         if logs.is_empty() {

@@ -412,7 +412,8 @@ impl Vm {
     /// resumed.
     ///
     /// # Errors
-    /// See [`LoadError`]. After an error, the machine has failed and can only be dropped.
+    /// See [`LoadError`]. After an error other than [`LoadError::Control`], the machine has failed
+    /// and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
         let common = self.common();
         let own = common.control.load(|| {

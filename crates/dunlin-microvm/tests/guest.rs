@@ -62,7 +62,7 @@ fn every_workload_on_every_fill_checks_clean() {
 #[test]
 fn memory_on_both_sides_of_the_hole_is_visited() {
     let Some(_turn) = kvm() else { return };
-    // The last vCPU's share of the working set contains all of the memory above the hole.
+    // The working set is all of the workload's pages, so it includes the memory above the hole.
     let vm = fresh(Config {
         memory_bytes: (3 << 30) + (16 << 20),
         fill: Fill::Zero,

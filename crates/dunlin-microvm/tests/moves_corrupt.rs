@@ -1,6 +1,7 @@
-//! Migrations that lose or damage a single byte. The guest detects the damage. If the migration
-//! compares both memories, it fails before the guest runs. The digests that `dunlin demo` compares
-//! after the resume also show the damage.
+//! Migrations that lose or damage a single byte. The guest detects damage in a page that it visits.
+//! If the migration compares both memories, damage before the comparison makes it fail before the
+//! guest runs. The digests that `dunlin demo` compares after the resume show damage in any page,
+//! except in a page that arrives undamaged and is written after the resume.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

@@ -208,7 +208,8 @@ fn reloaded(source: &Vm, sections: &[Section]) -> Vec<Section> {
     destination.save().unwrap()
 }
 
-/// Creates a vCPU like that of a machine. Returns it with the MSRs that KVM lists.
+/// Creates a vCPU like that of a machine. Returns it with the MSRs that KVM lists, and whether KVM
+/// offers the TSC deadline.
 fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
     let kvm = Kvm::new().unwrap();
     let machine = kvm.create_vm().unwrap();

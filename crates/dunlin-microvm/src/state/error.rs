@@ -10,7 +10,8 @@ use crate::wire::DecodeError;
 pub(super) const MSRS: &str = "vcpu.msrs";
 pub(super) const TSC: &str = "vcpu.tsc";
 
-/// Why a machine's state could not be loaded. The machine cannot be used afterwards.
+/// Why a machine's state could not be loaded. Except after [`LoadError::Control`], the machine
+/// cannot be used afterwards.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The machine has already run or been loaded.
