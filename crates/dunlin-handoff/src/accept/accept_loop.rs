@@ -257,7 +257,7 @@ struct Candidate {
 enum Shortage {
     /// Evict the client with this number.
     Evict(u64),
-    /// Try again later: no client is past its grace period yet.
+    /// Try again later: the client to evict is not past its grace period yet.
     Wait,
     /// There is no client to evict.
     Starved,

@@ -10,8 +10,8 @@ use rustls::{
 const INTERNAL_ERROR: &[u8] = &[2, 80];
 
 /// A record with *internal_error*, sealed with the sending key of a connection with the cipher
-/// `suite`; `None` if `provider` lacks the suite. This function consumes the key, because a
-/// second record would repeat the nonce.
+/// `suite`; `None` if `provider` lacks the suite or cannot seal the record. This function consumes
+/// the key, because a second record would repeat the nonce.
 pub(super) fn internal_error(
     (sequence, secrets): (u64, ConnectionTrafficSecrets),
     suite: CipherSuite,

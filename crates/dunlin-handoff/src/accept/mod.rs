@@ -8,8 +8,8 @@
 //! ```
 //!
 //! - `acceptor`: the listener's handle; `shared` is the state that all of its threads share.
-//! - `accept_loop`: the accepting thread. It owns each client until its name is known, and performs
-//!   the handshakes.
+//! - `accept_loop`: the accepting thread. It owns each client until the client is forwarded or its
+//!   handshake is complete.
 //! - `client`: a client that the accepting thread owns. Its hello stays in the socket (MSG_PEEK);
 //!   epoll reports the socket again only when enough bytes for the next step have arrived.
 //! - `deliver`: passes the sockets of hand-off names to their receivers.
