@@ -71,7 +71,9 @@ pub enum Error {
         source: io::Error,
     },
     /// The kernel's answer cannot be parsed, or a list changed while it was read.
-    #[error("{doing}: unusable answer from the kernel: {what}; try again, and report the kernel's version if this recurs")]
+    #[error(
+        "{doing}: unusable answer from the kernel: {what}; try again, and report the kernel's version if this recurs"
+    )]
     Answer {
         /// The operation.
         doing: &'static str,

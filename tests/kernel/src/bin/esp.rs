@@ -1,4 +1,5 @@
-//! With ESP in transport mode, each SA counts its packets, and no packet leaves without an SA.
+//! With ESP in transport mode, each SA counts its packets. A host with policies sends and accepts
+//! no packet without an SA.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};

@@ -49,7 +49,7 @@ const DIES_UP: &str = "dies-up";
 const TRIES: &str = "tries";
 /// Immediately before the process adds its first SA, another program adds an SA with the same SPI.
 const COLLIDES: &str = "collides";
-/// The process renews its keys and ends the session immediately.
+/// The process requests new keys and ends the session without waiting for them.
 const LEAVES: &str = "leaves";
 /// The process delays its first change to the kernel's tables after the session is up.
 const LAGS: &str = "lags";
@@ -234,7 +234,7 @@ fn i6_p13_a_replacement_process_opens_no_port(guest: &Guest) {
     }
 }
 
-/// The session chooses another SPI and leaves the existing SA unchanged.
+/// If an SPI is in use, the session chooses another SPI and leaves the existing SA unchanged.
 fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     let parties = [
         begin("b", COLLIDES, 0, LIMIT),
@@ -257,8 +257,8 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// The messages of this side no longer reach the peer. Because the peer had already requested the
-/// end of the session, the ports become free all the same.
+/// The messages of host b no longer reach host a. Because host a had requested the end of the
+/// session before, the ports become free nevertheless.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);
@@ -482,7 +482,7 @@ fn meeting(host: &str) -> String {
     format!("up-{host}")
 }
 
-/// Waits until both processes report that the session is up.
+/// Reports that the session of this host is up, and waits until the other host reports the same.
 fn met(host: &str) {
     fs::write(meeting(host), "").expect("the directory is ours");
     let other = if host == "a" { "b" } else { "a" };

@@ -126,7 +126,7 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     near.end(guest);
 }
 
-/// The SA is installed when the first lane on its CPU connects. No packet is delayed or lost.
+/// The SA is installed when the first lane on its CPU connects. No packet is dropped.
 fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
     let lanes = [near.lane(), near.lane()];
@@ -234,7 +234,8 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     plain.write_all(&lane_open()).expect("the data is read");
     until("the lane is checked", || near.far.results().len() == 2);
     assert_eq!(near.far.results(), [true, false]);
-    // Open a lane that uses an SA but belongs to a session with another peer.
+    // Let host b expect another peer. A lane that uses an SA then belongs to a session with the
+    // wrong peer.
     let other = Tls::new();
     let (_other, identity) = Far::identify(&other);
     *near.far.expected.lock().expect("no thread panicked") = Some(identity);

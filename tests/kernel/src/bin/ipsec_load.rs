@@ -1,8 +1,8 @@
 //! In sessions with an SA for each CPU, every connection uses the SA of its own CPU under load.
 //!
 //! This also holds after lost SYNs and after an interruption of the link, and on hosts with
-//! different numbers of CPUs. The SAs seal the same amount of data. If the peer accepts a single
-//! SA, that SA carries everything.
+//! different numbers of CPUs. If all connections send the same amount of data, the SAs seal about
+//! the same number of frames. If the peer accepts a single SA, that SA carries everything.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -108,7 +108,8 @@ fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
         case,
         lanes: &lanes,
     };
-    // At first, an accepted connection uses the SA of the CPU that received the handshake.
+    // At first, an accepted connection uses the SA of the CPU that received the handshake, so it
+    // needs a repair.
     scene.repair();
     scene.check("at first");
     if case.connections > 1 {

@@ -95,14 +95,16 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
             session.command("rekey");
             guest.command("dunlin", &status("b", &["--rekey"]));
             load.continues();
-            // The SAs that are inbound on the server are those with which the other host encrypts.
+            // The server's list includes its inbound SAs, with which the other host encrypts, so it
+            // shows the epochs of both directions.
             until("new keys", || {
                 let all = associations(guest, "b");
                 all.iter().all(|one| one["epoch"] == epoch)
             });
             load.continues();
         }
-        // The first change blocks the ports, so that connections stall and wait.
+        // The end of the session begins with changes to the kernel's tables that block the ports.
+        // The connections then stall and wait.
         session.command("end");
         until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
@@ -138,7 +140,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
     nothing_left(guest);
 }
 
-/// The total load on all connections.
+/// The state of the load, for all connections together.
 #[derive(Default)]
 struct Load {
     done: AtomicBool,

@@ -113,7 +113,7 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     seen.extend(keys(guest, "a"));
     assert!(seen.len() >= before + 10, "every SPI is new: {seen:?}");
     // Two SAs with the same key would repeat nonces, because the nonces of both count from 0. With
-    // GCM, this would reveal the data.
+    // GCM, this would break both confidentiality and authentication.
     let different: BTreeSet<&String> = seen.values().collect();
     assert_eq!(different.len(), seen.len(), "a key is used twice: {seen:?}");
     carry(guest, &connections);
@@ -165,8 +165,7 @@ fn each_cpu_has_an_sa(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// ESP in UDP arrives from several UDP source ports, so that a network card can hash the packets to
-/// its queues.
+/// Over IPv6, a connection's SA carries the connection's bytes as ESP in UDP.
 fn esp_in_udp_works_over_ipv6(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER_6, &["--mode", "connection", "--udp", "4500"]),

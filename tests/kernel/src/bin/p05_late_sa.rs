@@ -59,7 +59,9 @@ fn late(guest: &Guest) {
     assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
 }
 
-/// The kernel finds SAs in a hash table, which grows with the number of SAs.
+/// The kernel finds SAs in a hash table, which grows with the number of SAs. Checks that lanes from
+/// every CPU keep using the SAs of their CPUs while the table grows, if the fallback was added
+/// first. Otherwise only prints the SAs that they use.
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);

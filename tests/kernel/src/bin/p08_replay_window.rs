@@ -153,7 +153,7 @@ fn receive(socket: &UdpSocket) -> u8 {
 }
 
 /// Four CPUs seal with one SA. The packets of these CPUs overtake each other on the way to the
-/// link. With a window of 4096, all of them are accepted.
+/// link. Prints how many of them the receiver rejects with its window.
 fn four_cpus(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
