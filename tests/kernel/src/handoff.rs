@@ -139,7 +139,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
     connect_as(0, port, more)
 }
 
-/// Like [`connect`], but runs the command as another user without privileges.
+/// Like [`connect`], but runs the command as the given user.
 ///
 /// # Panics
 /// The command does not start.

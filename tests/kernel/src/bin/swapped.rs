@@ -120,7 +120,7 @@ fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     page_out_all(source.vm());
     let before = swapped_kib(source.vm().memory());
     println!("{before} KiB are swapped out");
-    // Half of the guest's memory is populated.
+    // Half of the guest's memory (4 MiB) is populated. The kernel may keep some pages of it.
     assert!(before >= 3 << 10, "only {before} KiB are swapped out");
     let (there, ..) = relocate(&source, &Tls::new(), &verified(2));
     assert_eq!(different_pages(source.vm(), there.vm()), 0, "{backing:?}");
@@ -168,7 +168,7 @@ fn pages_of(range: &Range<u64>) -> Range<usize> {
     range.start as usize / PAGE..range.end as usize / PAGE
 }
 
-/// Swaps these pages out, and waits until the kernel has done so.
+/// Asks the kernel to swap out the whole memory until these pages are swapped out.
 fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
     let begun = Instant::now();
     loop {
@@ -188,7 +188,7 @@ fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     let region = memory.iter().next().expect("the memory has a region");
     if region.file_offset().is_some() {
         // For a page of a file, the page table entry does not show whether the page is swapped out.
-        // Compare sizes instead.
+        // Compare the total size that is swapped out instead.
         return swapped_kib(memory) as usize >= (pages.len() * PAGE) >> 10;
     }
     // Bit 62 of an entry: the page is swapped (Documentation/admin-guide/mm/pagemap.rst).

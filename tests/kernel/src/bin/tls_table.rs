@@ -48,7 +48,7 @@ const MOVING: [u32; 9] = [
 
 type Way = (&'static str, Sealed, fn(&mut Sender));
 
-/// Which side seals the records, if any does.
+/// Where the sender's records are sealed. With `Nowhere`, the data is sent in the clear.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sealed {
     Nowhere,
@@ -162,7 +162,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Asserts that the received bytes equal the bytes that were sent.
+/// Asserts that the received bytes equal the bytes that were sent. Does not check data that is sent
+/// in the clear.
 fn arrives((what, sealed, send): Way) {
     let (mut sender, far) = Sender::new(sealed);
     if sealed == Sealed::Nowhere {
