@@ -34,7 +34,7 @@ pub struct ConnectionInfo {
     pub version: TlsVersion,
     /// The cipher suite's OpenSSL name.
     pub cipher: &'static str,
-    /// The key exchange.
+    /// The name of the key exchange group; `unknown` if TLS reports none.
     pub curve: &'static str,
     /// The peer's identity; `None` if certificates were not verified.
     pub peer: Option<PeerIdentity>,

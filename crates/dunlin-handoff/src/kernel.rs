@@ -32,9 +32,9 @@ impl Connected {
     /// parts of [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`HandoffError::Kernel`], or [`HandoffError::Handshake`] if the server sent something other
-    /// than session tickets or data after the handshake. The connection is closed, because the
-    /// kernel may have only one of its keys.
+    /// [`HandoffError::Kernel`], or [`HandoffError::Handshake`] if the connection fails or a
+    /// message of the server after the handshake is not a session ticket; data of the server is not
+    /// an error. The connection is closed, because the kernel may have only one of its keys.
     pub fn into_kernel(
         self,
         deadline: Instant,

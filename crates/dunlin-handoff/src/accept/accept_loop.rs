@@ -152,8 +152,8 @@ impl AcceptLoop {
         self.listen(listener)
     }
 
-    /// Evicts a client past its grace period. Reports [`Event::Starved`] if there is no client to
-    /// evict.
+    /// Evicts the next client to evict if its grace period has passed. Reports [`Event::Starved`]
+    /// if there is no client to evict.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),

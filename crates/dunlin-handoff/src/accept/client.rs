@@ -45,7 +45,7 @@ enum Stage {
     /// The handshake with a client that requested a hand-off name.
     Handshake(Box<Greeting>),
     /// The client is refused. The stage ends when the client has read the alert and disconnected,
-    /// or when this many further bytes have been discarded.
+    /// when this many further bytes have been discarded, or at the deadline.
     Lingering(usize),
 }
 
@@ -58,7 +58,7 @@ pub(super) enum Step {
     Secured,
     /// Report the refusal; the client stays until it has read its alert.
     Refused(Refusal),
-    /// Drop the client, which has disconnected.
+    /// Drop the client: it has disconnected, or has sent too much since it was refused.
     Gone,
 }
 

@@ -1,9 +1,9 @@
 //! Forwards clients to the backend, each on its own connection, with all bytes unchanged.
 //!
 //! Each forwarded client has two threads, and the number of clients is limited. At the limit, a new
-//! client replaces the client that has been idle for longest, if its idle time exceeds a minimum.
-//! The minimum is shorter for a client that has sent only its hello. An active client is never
-//! evicted.
+//! client replaces another client whose idle time has reached a minimum; of several, the one that
+//! has been idle for longest. The minimum is shorter for a client that has sent only its hello. An
+//! active client is never evicted.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -39,7 +39,8 @@ const IDLE: Duration = Duration::from_secs(10);
 const LEAVING: usize = 8;
 
 impl Forwarded {
-    /// Forwards a client in new threads.
+    /// Forwards a client in new threads. Refuses it and resets its connection if there is no room
+    /// for it.
     pub(super) fn start(
         shared: &Arc<Shared>,
         number: u64,
@@ -249,7 +250,7 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
 #[derive(Clone, Copy, Debug)]
 struct Activity {
     number: u64,
-    /// Whether the client was evicted and its threads have not ended yet.
+    /// Whether the client's threads were told to stop and have not ended yet.
     is_leaving: bool,
     /// Whether the client has sent more than its hello.
     has_sent_more: bool,

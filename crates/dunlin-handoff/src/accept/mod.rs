@@ -17,7 +17,8 @@
 //!   client.
 //! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
 //!
-//! A client gets threads only after its hello is complete.
+//! A client gets threads only after its hello is complete, or after its first bytes have shown that
+//! it does not speak TLS.
 
 mod accept_loop;
 mod acceptor;
@@ -191,8 +192,8 @@ pub enum Refusal {
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]
     BackendUnreachable(#[source] io::Error),
-    /// The number of forwarded clients has reached [`Limits::forwarded`], and all of them are
-    /// active.
+    /// The number of forwarded clients has reached [`Limits::forwarded`], and none of them can be
+    /// evicted.
     #[error("limit of forwarded clients reached ({0}): raise the limit")]
     TooManyForwarded(usize),
     /// The client was forwarded, and its connection or the connection to the backend

@@ -21,12 +21,12 @@ pub(super) struct Shared {
     pub(super) epoll: Epoll,
     pub(super) observer: Box<dyn Observer<Event>>,
     pub(super) state: Mutex<State>,
-    /// Notified when a hand-over or a forwarded client ends.
+    /// Notified when a hand-over, a forwarded client or the accepting thread ends.
     pub(super) changed: Condvar,
     pub(super) waker: Waker,
     pub(super) wakeup: Wakeup,
     /// When a stop is requested, pending clients are dropped immediately, and hand-overs no longer
-    /// wait for their receiver.
+    /// wait for their receiver to accept.
     pub(super) stop: Stop,
 }
 
