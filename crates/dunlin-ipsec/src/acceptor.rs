@@ -36,7 +36,8 @@ const OF_ONE_PEER: usize = 8;
 /// The interval at which ended sessions are removed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Accepts sessions. Dropping it stops accepting and ends the open sessions.
+/// Accepts sessions. Dropping it stops accepting, ends the open sessions, and waits until they have
+/// ended.
 pub struct Server {
     address: SocketAddr,
     site: Site,
@@ -66,7 +67,8 @@ impl Server {
     /// previously protected ports.
     ///
     /// # Errors
-    /// The kernel's IPsec is not usable or lacks ESP, or a thread cannot be started.
+    /// The kernel's IPsec is not usable or lacks ESP, the directory of records cannot be read, or a
+    /// descriptor or a thread is not available.
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,
@@ -129,7 +131,7 @@ impl Server {
         self.site.rekey();
     }
 
-    /// Ends all sessions, and waits until their policies and SAs are removed.
+    /// Stops accepting, ends all sessions, and waits until they have ended.
     pub fn stop(self) {
         drop(self);
     }

@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// # Errors
 /// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. No policies
 /// or SAs stay installed, with one exception: if this side's traffic was already protected, its
-/// ports stay blocked.
+/// ports may stay blocked.
 pub fn up(
     to: &str,
     tls: &ClientTls,
@@ -75,8 +75,8 @@ pub(super) fn open(
     }
 }
 
-/// Starts a session on a control connection. Returns when the ports are protected on both hosts, or
-/// when `given_up` returns true.
+/// Starts a session on a control connection. Returns when the ports are protected on both hosts,
+/// when the session has ended, or when `given_up` returns true.
 pub(super) fn begin(
     control: ControlStream,
     session: SessionId,

@@ -145,7 +145,7 @@ impl Answers {
             let body = one.payload();
             let whole = (one.length() as usize).next_multiple_of(4);
             rest = rest.get(whole..).unwrap_or_default();
-            // An answer to an earlier request that was abandoned.
+            // Skip an answer to an earlier request that was abandoned.
             if of != self.sequence {
                 continue;
             }

@@ -27,7 +27,8 @@ pub struct Options {
     pub sas_max: u16,
     /// The timeout for each answer from the peer.
     pub timeout: Duration,
-    /// The interval after which the keys for the packets that this side sends are renewed.
+    /// The interval after which the keys for the packets that this side sends are renewed; `None`
+    /// to renew them only on request.
     pub rekey_after: Option<Duration>,
     /// The directory of the records of installed objects.
     pub records: PathBuf,

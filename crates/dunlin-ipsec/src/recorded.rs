@@ -32,7 +32,7 @@ pub struct Recorded {
 
 /// Returns the sessions recorded in this directory for this network namespace. A session that
 /// cannot be read is an `Err` entry. If the directory does not exist, the list is empty. This
-/// function changes nothing.
+/// function changes neither the records nor the kernel's tables.
 ///
 /// # Errors
 /// The directory of records cannot be read.

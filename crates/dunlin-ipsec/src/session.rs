@@ -30,7 +30,7 @@ use shared::{Command, SharedStatus};
 use state::Driver;
 pub(super) use system::{ends, random};
 
-/// A session between two hosts. Dropping it ends the session.
+/// A session between two hosts. Dropping it ends the session, and waits until it has ended.
 #[derive(Debug)]
 pub struct Session {
     commands: Channel<Command>,
@@ -139,7 +139,8 @@ impl Session {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the session has ended and its policies and SAs are removed.
+    /// Waits until the session has ended and its SAs are removed. Its ports may stay blocked
+    /// ([`Event::Left`]).
     ///
     /// # Errors
     /// The reason why it ended, unless it was ended on this side.

@@ -81,8 +81,8 @@ impl Tables {
         }
     }
 
-    /// Checks that no policy covers any of these packets, except the inherited policies and the
-    /// policies of other sessions that `only_crosses` allows.
+    /// Checks that no other policy covers packets of the policies that `steps` add, except the
+    /// inherited policies and the policies of other sessions that `only_crosses` allows.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let mut installed = self.policies()?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
@@ -129,7 +129,8 @@ impl Tables {
         Ok(policies.iter().filter(is_installed).copied().collect())
     }
 
-    /// Returns an unused block of request ids, chosen with numbers from `random`.
+    /// Returns the first request id of an unused block of `size` ids, which is chosen from `blocks`
+    /// blocks with numbers from `random`.
     pub(super) fn free_reqids(
         &self,
         blocks: u32,
@@ -228,7 +229,8 @@ impl Tables {
     /// accepts an incoming packet only if an SA has opened it.
     ///
     /// # Errors
-    /// An object is missing; the error names it.
+    /// [`IpsecError::Removed`] or [`IpsecError::RemovedSa`] if an object is missing or was changed,
+    /// otherwise an error from the kernel.
     pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
         // Check only the policies that apply to all connections of the session. If the policy of a
@@ -269,10 +271,11 @@ impl Tables {
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
-    /// Removes everything in the record except the policies that block; [`Tables::finish`] removes
-    /// these when no connection uses the ports. The removal continues even if the record cannot be
-    /// written, for example on a full disk. The record then lists too many objects, and removing an
-    /// object that is already gone has no effect.
+    /// Removes everything in the record, but leaves the ports blocked: policies that block replace
+    /// those that let packets out. [`Tables::finish`] removes the remaining policies when no
+    /// connection uses the ports. The removal continues even if the record cannot be written, for
+    /// example on a full disk. The record then lists too many objects, and removing an object that
+    /// is already gone has no effect.
     pub(super) fn remove_recorded(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded: Vec<Policy> = record.policies().copied().collect();

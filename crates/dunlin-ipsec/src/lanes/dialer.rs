@@ -29,8 +29,9 @@ const SESSIONS_TRIED: usize = 3;
 /// The interval at which a lane that waits for a session checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Opens lanes over IPsec. Dropping the dialer ends its sessions, after it has waited for at most
-/// `quiet_wait` (see [`Options`](crate::Options)) until their connections are closed.
+/// Opens lanes over IPsec. Dropping the dialer ends its sessions. For each session, it first waits
+/// for at most `quiet_wait` (see [`Options`](crate::Options)) until the session's connections are
+/// closed.
 #[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
@@ -115,8 +116,8 @@ impl IpsecDialer {
         &self.lanes.0.shared
     }
 
-    /// Returns a session with free ports, and starts one if there is none. Other callers wait while
-    /// it starts.
+    /// Returns a session with free ports, and starts one if there is none. Other callers for the
+    /// same endpoint and peer wait while it starts.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);

@@ -91,7 +91,7 @@ struct Inner {
 
 /// The state that all threads share.
 struct Shared {
-    /// The state for sessions that peers start, and their options.
+    /// The sessions that peers start, and the options of all sessions.
     site: Site,
     /// CPUs to which this side's lanes are pinned.
     cpus: Vec<u32>,
@@ -114,8 +114,8 @@ struct Answering {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NotProtected {
-    /// The addresses of the connection are not available.
-    #[error("addresses of the connection are not available: {0}")]
+    /// The connection cannot be queried or duplicated.
+    #[error("cannot query or duplicate the connection of the lane: {0}")]
     Socket(#[from] io::Error),
     /// The source port of the lane does not belong to a session with this peer.
     #[error("source {from} is not a port of a keying session with this peer")]
@@ -143,8 +143,8 @@ impl IpsecLanes {
     /// SAs that dead processes left.
     ///
     /// # Errors
-    /// The kernel lacks a feature, this process lacks a privilege, or the range contains no block
-    /// of ports.
+    /// The kernel lacks a feature, this process lacks a privilege, the range contains no block of
+    /// ports, or the directory of records or a thread is not available.
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
@@ -180,7 +180,7 @@ impl IpsecLanes {
     /// port reaches this host (I6).
     ///
     /// # Errors
-    /// The lane does not use such SAs, or its addresses are not available.
+    /// The lane does not use such SAs, or its connection cannot be queried or duplicated.
     pub fn covers(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -339,7 +339,7 @@ impl Shared {
         });
     }
 
-    /// Returns the blocks of ports that no session of this process uses.
+    /// Returns the blocks of ports that no session started by this process uses.
     fn free_blocks(&self) -> Vec<PortRange> {
         let used: Vec<PortRange> = self.begun().iter().map(|one| one.ports).collect();
         let pool = self.site.options.ports;

@@ -275,7 +275,7 @@ impl LaneSession {
         Err(LaneError::NoPort { ports })
     }
 
-    /// Adds an entry for a lane on the CPU with the fewest lanes.
+    /// Adds an entry for a lane. In mode cpu, the lane belongs to the CPU with the fewest lanes.
     fn enter(&self, cpus: &[u32]) -> Arc<LaneEntry> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
         let mut entries = lock(&self.entries);
@@ -293,7 +293,8 @@ impl LaneSession {
         entry
     }
 
-    /// Waits for the SA of `sender`. Returns whether the SA was installed in time.
+    /// Waits for the SA of `sender`. Returns whether the SA was installed in time; false at once
+    /// for a CPU that did not get its own SA earlier.
     fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {
@@ -339,7 +340,8 @@ impl LaneSession {
         true
     }
 
-    /// Compares the bytes that lanes sent with the bytes that SAs carried since the last call.
+    /// In mode cpu, compares the bytes that lanes sent with the bytes that SAs carried since the
+    /// last call. Reports and marks lanes that used another SA.
     pub(super) fn watch(&self, observer: &Observer) {
         if self.mode != Mode::Cpu {
             return;
@@ -397,9 +399,9 @@ impl LaneSession {
 }
 
 impl Drop for LaneSession {
-    /// Waits until TCP has finished closing the connections, while the session still passes their
-    /// packets. After the end of the session TCP could not retransmit, and the ports would stay
-    /// blocked until TCP gives up.
+    /// Waits for at most `quiet_wait` until TCP has finished closing the connections, while the
+    /// session still passes their packets. After the end of the session TCP could not retransmit,
+    /// and the ports would stay blocked until TCP gives up.
     fn drop(&mut self) {
         let until = Instant::now() + self.quiet_wait;
         let mut looks = 0;

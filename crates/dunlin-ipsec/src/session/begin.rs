@@ -16,7 +16,8 @@ use crate::record::{Owner, Record};
 use crate::tables::still_used;
 
 impl Driver {
-    /// Blocks the ports, after all checks.
+    /// Blocks the ports after all checks, and takes over those of them that earlier sessions left
+    /// blocked.
     pub(super) fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
         (self.admits)(&self.options, terms)?;
         let socket = self.control.socket();
@@ -130,8 +131,9 @@ impl Driver {
         })
     }
 
-    /// Called after this session's own policies are installed. Removes the policies that they
-    /// override. Also frees the other ports of earlier sessions, if no connection uses them.
+    /// Called after this session's own policies are installed. Removes the policies of earlier
+    /// sessions that the own policies override. Also frees the other ports of earlier sessions, if
+    /// no connection uses them.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,

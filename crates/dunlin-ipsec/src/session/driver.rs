@@ -35,7 +35,8 @@ const LOOK: Duration = Duration::from_secs(1);
 /// How long an outbound SA of the previous epoch stays installed, for packets that were sealed
 /// while the policies were switched. This time is shorter than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
-/// How long an inbound SA stays after the peer sent its last packet.
+/// How long an inbound SA stays after the peer has stopped using it, for packets that are still on
+/// their way.
 const GRACE: Duration = Duration::from_secs(2);
 /// How long to read the peer's final messages after a send error.
 const DRAIN_LIMIT: Duration = Duration::from_secs(2);
@@ -322,9 +323,9 @@ impl Driver {
 
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
     /// uses the ports. If connections still use them, the ports stay blocked until a later process
-    /// frees them. If the end was not requested, the ports stay blocked without a wait. Otherwise
-    /// an attacker who can interrupt a connection, or make a peer send garbage, could open the
-    /// ports.
+    /// frees them. If the end was not requested and the ports were protected, they stay blocked
+    /// without a wait. Otherwise an attacker who can interrupt a connection, or make a peer send
+    /// garbage, could open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,

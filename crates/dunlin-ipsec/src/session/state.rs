@@ -23,7 +23,7 @@ use crate::record::{Record, RecordDirectory};
 use crate::tables::{Tables, state_of};
 use crate::xfrm::KeyAndSalt;
 
-/// Steps and the time at which each is due.
+/// Groups of steps, each with the time at which it is due.
 pub(super) type Late = Vec<(Instant, Vec<Step>)>;
 
 /// The state of a session's thread.

@@ -58,7 +58,7 @@ fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
         .iter()
         .flat_map(|name| [("all", name), (device, name)]);
     let is_set = |of: &str, name: &str| {
-        // Not every kernel has both settings for both families.
+        // Not every kernel has both settings for both families. A missing setting bypasses nothing.
         let path = settings.join(family).join("conf").join(of).join(name);
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     };

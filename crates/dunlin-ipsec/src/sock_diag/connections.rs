@@ -78,7 +78,8 @@ fn query(family: u8, states: u32) -> Request {
     request
 }
 
-/// Parses a `struct inet_diag_msg`; `Some(None)` for another address family.
+/// Parses a `struct inet_diag_msg`; `Some(None)` for another address family, `None` if the bytes
+/// are too few.
 fn connection(body: &[u8]) -> Option<Option<TcpConnection>> {
     let fixed = body.get(..FIXED_BYTES)?;
     let end = |port: usize, address: usize| {
