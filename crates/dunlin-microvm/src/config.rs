@@ -43,7 +43,8 @@ pub struct Config {
     pub dirty_rate: u64,
     /// Seed from which the memory content is computed.
     pub seed: u64,
-    /// Number of page visits after which the guest powers itself off. `None` means never.
+    /// Number of page visits, by all vCPUs together, after which the guest powers itself off.
+    /// `None` means never.
     pub power_off_after: Option<u64>,
 }
 
@@ -144,7 +145,8 @@ pub enum Workload {
     Sequential,
     /// In a scattered order that visits each page once per pass.
     Random,
-    /// The first eighth of the pages gets a share of the visits, and the other pages get the rest.
+    /// The first eighth of each vCPU's pages gets a share of the visits, and the other pages get
+    /// the rest.
     HotSet {
         /// Percentage of the visits that go to the first eighth: 0 to 100.
         share_percent: u8,

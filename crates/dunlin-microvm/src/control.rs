@@ -147,7 +147,7 @@ pub enum ControlError {
     #[error("the machine has ended: {0}")]
     Ended(VmState),
     /// The machine has been started or loaded. Only a new machine can be filled, started or loaded.
-    #[error("the machine has already been started")]
+    #[error("the machine has already been started or loaded")]
     Started,
     /// The machine was built from a description, so it has no program and no registers.
     #[error("the machine was built for loading and cannot be started")]
@@ -236,7 +236,7 @@ impl Control {
     }
 
     /// Makes every vCPU park. `wake` makes vCPUs that run the guest leave it. Returns once all
-    /// vCPUs are parked.
+    /// vCPUs are parked or another thread has resumed the machine.
     pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         if inner.state == VmState::Running {

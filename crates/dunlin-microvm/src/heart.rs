@@ -47,7 +47,8 @@ impl Moment {
         self.boot_id == other.boot_id && self.boot_id != [0; BOOT_ID_BYTES]
     }
 
-    /// The time since `earlier`, or zero if the clocks contradict each other.
+    /// The time since `earlier`. Zero if the clocks show `earlier` as the later moment, or a longer
+    /// time than [`CREDIBLE`].
     pub(crate) fn since(&self, earlier: &Self) -> Duration {
         let nanoseconds = if self.same_boot(earlier) {
             self.monotonic_ns.saturating_sub(earlier.monotonic_ns)
@@ -114,7 +115,8 @@ struct Beats {
     /// CLOCK_MONOTONIC in nanoseconds at the last beat of each vCPU.
     each_ns: Vec<Option<u64>>,
     largest_gap: Duration,
-    /// The last beat at the source. `None` after the first beat on this host.
+    /// The last beat at the source. `None` without a migration, and after the first beat on this
+    /// host.
     source: Option<Beat>,
     downtime: Option<Duration>,
     tsc_khz: u32,
@@ -173,6 +175,7 @@ impl Heart {
     }
 
     /// Waits for the first beat after a migration, for at most `limit`, and returns the downtime.
+    /// Returns `None` if there was no such beat.
     pub(crate) fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         let beats = lock(&self.beats);
         let (beats, _) = self

@@ -194,7 +194,7 @@ impl Vcpu {
     /// KVM_EXIT_IO).
     ///
     /// # Errors
-    /// An error from KVM_RUN, other than EINTR.
+    /// An error from KVM_RUN other than EINTR, or KVM ran the guest.
     pub(crate) fn complete_exit(&mut self) -> io::Result<()> {
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {

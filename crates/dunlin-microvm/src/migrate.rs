@@ -216,7 +216,7 @@ impl MachineBuilder {
         }
     }
 
-    /// Returns the machine that was built last.
+    /// Returns the machine that was built last; `None` if there is none or it was already taken.
     pub fn take(&mut self) -> Option<Arc<Movable>> {
         self.built.take()
     }

@@ -332,7 +332,7 @@ impl Vm {
     }
 
     /// After a migration, waits for the guest's first beat on this host, for at most `limit`.
-    /// Returns the downtime.
+    /// Returns the downtime; `None` if there was no such beat.
     pub fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         self.common().heart.wait_for_downtime(limit)
     }
