@@ -68,8 +68,8 @@ fn main() -> ExitCode {
 
 fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
     // The cipher with the processor's instructions is in a module. An installed system loads this
-    // module when it starts, but this machine has not loaded it. Some kernels use a slower
-    // implementation without it.
+    // module when it starts, but this machine has not loaded it. Without this module, some kernels
+    // use a slower implementation.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
@@ -207,8 +207,8 @@ fn i6_no_guest_memory_leaves_in_the_clear() {
             let is_there = kept.windows(part.len()).any(|window| window == part);
             assert!(!is_there, "page {page} was seen");
         }
-        // The alert that closes the lane is not sent in the clear. Even the last record has the
-        // content type of application data.
+        // The last record is the alert that closes the lane. Its content type is application data,
+        // so the alert is not sent in the clear.
         let mut rest = &kept[..];
         let mut last = 0;
         while let Some((header, body)) = rest.split_first_chunk::<5>() {
@@ -279,7 +279,7 @@ fn k05_a_key_update_ends_a_lane_with_an_error_of_its_own() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
     let (mut near, far) = connected();
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
-    // This peer renews its key, which Dunlin never does.
+    // This peer renews its key. Dunlin never does this on a lane.
     let name = "b.test".try_into().expect("the text is a name");
     let mut peer = rustls::ClientConnection::new(client.config().clone(), name)
         .expect("the settings are valid");
