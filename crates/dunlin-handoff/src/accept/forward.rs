@@ -1,7 +1,7 @@
 //! Forwards clients to the backend, each on its own connection, with all bytes unchanged.
 //!
 //! Each forwarded client has two threads, and the number of clients is limited. At the limit, a new
-//! client replaces another client whose idle time has reached a minimum; of several, the one that
+//! client replaces another client that has been idle for a minimum time; of several, the one that
 //! has been idle for longest. The minimum is shorter for a client that has sent only its hello. An
 //! active client is never evicted.
 
