@@ -52,6 +52,7 @@ pub enum Frame {
 impl Frame {
     /// Reads a header of exactly [`FRAME_HEADER_BYTES`].
     ///
+    /// # Errors
     /// An unknown kind, a chunk without ranges, a number over its limit, or a non-zero field that
     /// is reserved or that the kind does not use.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, DecodeError> {

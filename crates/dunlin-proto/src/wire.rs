@@ -199,10 +199,11 @@ impl<'a> Reader<'a> {
     /// `known` receives each field's tag and a reader over its value only. It
     /// returns whether the tag is known; if so, it must read the whole value.
     ///
-    /// # Errors The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`]
-    /// if tags do not ascend; [`DecodeReason::Unsupported`] if a reserved flag is set;
-    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if `known` leaves bytes
-    /// of a known field unread.
+    /// # Errors
+    /// The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`] if tags do
+    /// not ascend; [`DecodeReason::Unsupported`] if a reserved flag is set;
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if `known` leaves bytes of
+    /// a known field unread.
     pub fn fields(
         mut self,
         mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
