@@ -136,7 +136,7 @@ pub enum Verdict {
     Running,
     /// The destination has recorded that it will never run this attempt's VM.
     Aborted,
-    /// The VM ran at the destination, and its process has ended.
+    /// The VM ran, or may have run, at the destination and no longer does.
     RanThenDied,
     /// The destination has no record of the attempt, so nothing can be concluded.
     NoRecord,

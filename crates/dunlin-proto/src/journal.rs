@@ -299,8 +299,9 @@ impl Record {
 
 /// Finds the newest valid record of a file.
 ///
-/// Returns [`Unreadable`] if nothing may be concluded from the file. In particular, a
-/// slot that a newer release wrote is never skipped in favour of the other slot.
+/// # Errors
+/// [`Unreadable`] if nothing may be concluded from the file. In particular, a slot that a newer
+/// release wrote is never skipped in favour of the other slot.
 pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
     let mut found: [Option<(Record, u64)>; 2] = [None, None];
     let mut torn = 0;

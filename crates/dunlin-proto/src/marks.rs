@@ -68,7 +68,7 @@ impl Marks {
         );
     }
 
-    /// The iteration of the next chunk on `lane`.
+    /// The iteration of the next chunk on `lane`; `None` if the lane is not open.
     #[must_use]
     pub fn iteration(&self, lane: u16) -> Option<u32> {
         self.live

@@ -15,8 +15,8 @@
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
 //! ```
 //! A lane that is opened later starts with the mark of the iteration before the current one, so it
-//! overtakes no other lane. A lane that leaves early ends without the later marks, because nothing
-//! on it is then in flight.
+//! overtakes no other lane. A lane that leaves early ends without the later marks, because after
+//! its *end* nothing on it is in flight.
 //!
 //! A lane may be in iteration 3 while another is still in iteration 2. The marks
 //! keep the iterations apart at the destination ([`crate::marks`]).

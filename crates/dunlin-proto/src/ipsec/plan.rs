@@ -93,7 +93,8 @@ pub struct SessionParameters {
 pub enum Step {
     /// Installs an object that must not exist yet.
     Add(Object),
-    /// Replaces the policy of this session that has the same direction and selector.
+    /// Replaces the policy with the same direction and selector, which this session or an earlier
+    /// one installed.
     Replace(Policy),
     /// Removes this object and nothing else.
     Remove(Object),

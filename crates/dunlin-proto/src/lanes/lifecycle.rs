@@ -13,10 +13,10 @@
 //!             Fencing ◀────────┴───────────────────────────────────────────────▶ (gone)
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
-//! A lane is lost when its connection ends in any state but `Ended` or with an error, when the peer
-//! reports the loss, or when a timeout expires. In `Opening`, the timeout is `open_ns`. In `Up`,
-//! `Leaving` and `Ended`, it is `progress_ns`, and it runs only while a confirmation of the peer is
-//! outstanding. If a lane is `Fencing` for `alone_ns` without an answer, the action is
+//! A lane is lost when its connection ends with an error or before the lane is `Ended`, when the
+//! peer reports the loss, or when a timeout expires. In `Opening`, the timeout is `open_ns`. In
+//! `Up`, `Leaving` and `Ended`, it is `progress_ns`, and it runs only while a confirmation of the
+//! peer is outstanding. If a lane is `Fencing` for `alone_ns` without an answer, the action is
 //! [`Action::GiveUp`].
 //!
 //! **Replacement.** A lane that is `Opening`, or `Up` and not near the limit of its key, counts
@@ -329,8 +329,8 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// Removes a lane that was fenced or never admitted, so that the peer can receive nothing more
-    /// on it. Returns the lane's load.
+    /// Removes a lane that was fenced, refused, or lost under [`Loss::Dropped`]. Returns the lane's
+    /// load; `None` if the lane does not exist.
     pub(crate) fn remove(&mut self, number: u16, now_ns: u64) -> Option<L> {
         if !self.lanes.get(&number)?.is(State::Fencing) {
             self.cut(number, now_ns);

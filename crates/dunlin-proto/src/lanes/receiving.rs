@@ -262,7 +262,7 @@ impl Receiving {
         asked || open
     }
 
-    /// Records *final*. A later *final* replaces an earlier one.
+    /// Records *final*. Until everything has arrived, a later *final* replaces an earlier one.
     pub fn finish(&mut self, last: Final) {
         if !self.complete {
             self.last = Some(last);

@@ -344,7 +344,7 @@ impl Sending {
         self.lanes.unheard(now_ns);
     }
 
-    /// Returns the next action at `now_ns`.
+    /// Returns the next action at `now_ns`. Returns [`Action::GiveUp`] at most once.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
         self.excuse_waiting(now_ns);
         self.lanes.want(self.wanted_now());
@@ -362,7 +362,8 @@ impl Sending {
         action
     }
 
-    /// When [`Sending::poll`] should be called next, if no event occurs before.
+    /// When [`Sending::poll`] should be called next, if no event occurs before; `None` if it need
+    /// not be called.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         match self.given_up {
