@@ -33,7 +33,7 @@
     # Ports.
     .set PORT_BEAT, 0x500           # in: a beat; the guest reads the number of visits to make
     .set PORT_STOPPED, 0x501        # out: the guest has found an error and writes its code
-    .set PORT_POWER_OFF, 0x502      # out: the guest has executed POWER_OFF
+    .set PORT_POWER_OFF, 0x502      # out: the guest powers off
     .set POWER_OFF, 0xffffffff      # the answer to a beat that ends the guest
 
     # Offsets in the parameter block. These fields are set by the VMM.

@@ -2,9 +2,8 @@
 //! by operations that the input bytes choose.
 //!
 //! Each takes arbitrary bytes and panics if a decoder returns an invalid value or a state machine
-//! deviates from its model. Unit tests run them over the checked-in seeds and mutations of these;
-//! `make fuzz` runs the same functions under libFuzzer. Compiled only for tests and with the
-//! feature `fuzzing`.
+//! deviates from its model. Unit tests run them over seeds and mutations of the seeds; `make fuzz`
+//! runs the same functions under libFuzzer. Compiled only for tests and with the feature `fuzzing`.
 
 mod client_hello;
 mod decoders;

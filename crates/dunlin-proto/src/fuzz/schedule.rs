@@ -132,9 +132,9 @@ pub fn fuzz_schedule(bytes: &[u8]) {
             }
             9 => {
                 let known = schedule.acknowledge(choices.number(), choices.number());
-                // If there is no chunk, no acknowledgement may succeed for any page.
+                // Without a chunk, an acknowledgement fails or confirms no page.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
-                // The model does not record which chunks were acknowledged, so the run stops.
+                // This acknowledgement does not update the model, so the run stops.
                 if known.is_ok_and(|pages| pages > 0) {
                     return;
                 }
