@@ -110,7 +110,8 @@ fn main() -> ExitCode {
 }
 
 /// One of the two processes dies before each of its changes, while it installs, renews or removes
-/// SAs. After each death, the next process on each host removes its own policies and SAs.
+/// SAs. After each death, the clean-up on each host removes the policies and SAs of the session,
+/// and no others.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -273,7 +274,8 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
 }
 
 /// One process is stopped before one of its changes while the session starts. The other process
-/// times out. It leaves no SA, and every port that was protected stays blocked.
+/// times out. While policies of the session are installed, they block the ports. The clean-up then
+/// removes everything that belongs to the session.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
     // The server answers *terms* after its changes 0 to 3. The client waits until change 7 replaces
     // the server's last policy.

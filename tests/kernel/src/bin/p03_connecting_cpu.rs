@@ -178,7 +178,8 @@ fn a_cut(guest: &Guest, scene: &Scene) {
             .map(|(lane, cpu)| scope.spawn(move || lane.send(cpu, BYTES)))
             .collect();
         let (begun, until) = (Instant::now(), Instant::now() + LIMIT);
-        // Wait for 16 packets: each of the four lanes sends one and retransmits it three times.
+        // Wait for 16 packets, as many as the four lanes send if each sends one packet and
+        // retransmits it three times.
         while sums(&there.packets(&hosts.a, &hosts.b)) < sums(&before) + 16
             || begun.elapsed() < Duration::from_secs(3)
         {

@@ -102,7 +102,8 @@ fn left_behind(guest: &Guest, family: Family) {
     println!("{error}: {:?}", b.statistics().since(&before));
     let dropped = b.statistics();
     assert!(!dropped.since(&before).is_empty(), "the drop is counted");
-    // Print the number of frames in the clear. The second host should not have sent any.
+    // Print the number of frames in the clear. Only the first host, which has no policies, should
+    // have sent such frames.
     let answers = wire
         .left()
         .into_iter()
