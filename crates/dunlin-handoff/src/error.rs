@@ -112,7 +112,7 @@ fn untrusted(why: &Option<UntrustedReason>) -> String {
             "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
              trust it, append it to the CA bundle"
         ),
-        None => "its issuer is unknown".to_owned(),
+        None => "its issuer is unknown; append that issuer to the CA bundle".to_owned(),
     }
 }
 

@@ -148,11 +148,14 @@ pub enum Refusal {
     #[error("client disconnected before its ClientHello was complete")]
     Disconnected,
     /// The client did not complete its handshake in time.
-    #[error("TLS handshake timed out")]
+    #[error("TLS handshake timed out: the client or the network was too slow")]
     Deadline,
     /// The client was evicted for a newer client, because the number of pending clients had reached
     /// [`Limits::pending`].
-    #[error("evicted for a newer client: limit of pending handshakes reached ({0})")]
+    #[error(
+        "evicted for a newer client: limit of pending handshakes reached ({0}); look for clients that \
+         connect without completing a handshake"
+    )]
     Evicted(usize),
     /// The client was evicted because descriptors or memory ran out.
     #[error(
