@@ -68,7 +68,7 @@ pub enum IpsecError {
         source: NotAnObject,
     },
     /// A file of procfs cannot be read.
-    #[error("{path} cannot be read")]
+    #[error("{path} cannot be read: check that procfs is mounted and readable")]
     System {
         /// The file of procfs.
         path: &'static str,
@@ -115,7 +115,10 @@ pub enum IpsecError {
         sysctl: String,
     },
     /// Both ends of the control connection are this host.
-    #[error("{0} is an address of this host: packets that a host sends to itself bypass IPsec")]
+    #[error(
+        "{0} is an address of this host, and packets that a host sends to itself bypass IPsec: run the \
+         other side on another host"
+    )]
     SameHost(IpAddr),
     /// The session would block its own control connection.
     #[error(
@@ -150,7 +153,10 @@ pub enum IpsecError {
         by: String,
     },
     /// The peer is not allowed to connect from this address.
-    #[error("{peer} is not allowed to connect from {address}")]
+    #[error(
+        "{peer} is not allowed to connect from {address}: connect from an allowed address, or allow this \
+         address"
+    )]
     WrongAddress {
         /// The peer, as configured.
         peer: String,
@@ -175,7 +181,10 @@ pub enum IpsecError {
         block: u16,
     },
     /// The peer requests ports outside the range that this side allows.
-    #[error("the peer requests ports {asked}, but only ports {allowed} are allowed")]
+    #[error(
+        "the peer requests ports {asked}, but only ports {allowed} are allowed: request ports among \
+         these, or allow other ports"
+    )]
     PortsNotAllowed {
         /// The requested ports.
         asked: String,

@@ -52,14 +52,17 @@ pub enum LaneError {
     },
     /// All ports of a session are in use, or no ports are left for another session.
     #[error(
-        "no free port in {ports} for a lane: sessions or other programs use them, or used them in the last minute"
+        "no free port in {ports} for a lane: sessions or other programs use them, or used them in the \
+         last minute; use a longer range"
     )]
     NoPort {
         /// The ports of the session, or the ports for all sessions.
         ports: String,
     },
     /// The lane's thread cannot be pinned to its CPU.
-    #[error("the lane's thread cannot be pinned to CPU {cpu}")]
+    #[error(
+        "the lane's thread cannot be pinned to CPU {cpu}: choose CPUs that this process may use"
+    )]
     Cpu {
         /// The CPU.
         cpu: u32,

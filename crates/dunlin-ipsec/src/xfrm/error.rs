@@ -47,7 +47,10 @@ pub enum Error {
         cpu: u32,
     },
     /// The kernel's entry differs from the request.
-    #[error("the kernel's entry differs from the request in {what}")]
+    #[error(
+        "the kernel's entry differs from the request in {what}: the kernel ignored a part of the \
+         request, or another program changed the entry (`ip xfrm monitor`)"
+    )]
     Differs {
         /// The field that differs.
         what: &'static str,
