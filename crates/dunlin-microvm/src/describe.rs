@@ -45,7 +45,10 @@ pub enum DescribeError {
     #[error("cannot decode the machine's description")]
     Decode(#[from] DecodeError),
     /// The description has an unknown version, possibly of a newer release.
-    #[error("machine description version {0} not supported (only {KVM} and {PROCESS})")]
+    #[error(
+        "machine description version {0} not supported (only {KVM} and {PROCESS}): run the same \
+         release of the VMM on both hosts"
+    )]
     Version(u16),
     /// The configuration is invalid.
     #[error("invalid machine configuration")]
@@ -62,7 +65,9 @@ pub enum DescribeError {
         host_khz: u32,
     },
     /// This host's CPU lacks features that the guest uses.
-    #[error("this host's CPU lacks features of the guest: {0}")]
+    #[error(
+        "this host's CPU lacks features of the guest: {0}; choose a host with a CPU like the source's"
+    )]
     Cpuid(String),
     /// This host's KVM cannot be queried.
     #[error("cannot query KVM on this host")]

@@ -287,7 +287,8 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
         fault: FaultCode::NoMemory,
         text: format!(
             "the VM has {memory_bytes} bytes of memory, but this process is limited to {} ({}, \
-             with {swap_bytes} bytes of swap): the kernel would kill this process",
+             with {swap_bytes} bytes of swap): raise that limit, because the kernel would kill \
+             this process",
             limit.bytes,
             limit.file.display()
         ),

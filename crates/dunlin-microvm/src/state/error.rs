@@ -44,7 +44,10 @@ pub enum LoadError {
         instance: u32,
     },
     /// A section has an unsupported version.
-    #[error("section `{section}` version {version} not supported (only 1)")]
+    #[error(
+        "section `{section}` version {version} not supported (only 1): run the same release of the \
+         VMM on both hosts"
+    )]
     Version {
         /// The section's name.
         section: &'static str,
@@ -86,7 +89,8 @@ pub enum LoadError {
     /// KVM on this host cannot offset the guest's TSC, and without an offset the TSC would go
     /// backwards.
     #[error(
-        "this KVM cannot offset the TSC; the TSC of vCPU {instance} would go back by {by} ticks"
+        "this KVM cannot offset the TSC, and the TSC of vCPU {instance} would go back by {by} ticks: \
+         choose another host"
     )]
     TscWouldGoBack {
         /// The vCPU's number.
