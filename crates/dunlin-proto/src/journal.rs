@@ -190,7 +190,8 @@ pub enum Unreadable {
     BothTorn,
     /// The slots contradict each other.
     #[error(
-        "the two slots of the journal file belong to different sessions, or have the same generation"
+        "the two slots of the journal file belong to different sessions, or have the same generation; \
+         check for another program that writes to the file, or a failing disk"
     )]
     Mixed,
 }
