@@ -82,7 +82,7 @@ pub enum Under {
     /// The oldest supported kernel.
     Oldest,
     /// The kernel of Debian bookworm, which is older than the oldest supported kernel. For tests of
-    /// errors that are reported only on such a kernel.
+    /// behaviour that only such a kernel has.
     Former,
 }
 
@@ -189,8 +189,8 @@ impl Guest {
         text
     }
 
-    /// Runs the library's test program `name` with kernel TLS. Runs one test at a time, because the
-    /// machine is slow. Returns the output.
+    /// Runs the library's test program `name` with kernel TLS, except the tests `skipped`. Runs one
+    /// test at a time, because the machine is slow. Returns the output.
     ///
     /// # Panics
     /// A test fails.

@@ -304,7 +304,8 @@ pub fn connect(guest: &Guest) {
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
     for (host, address) in HOSTS {
-        // An address that is added later would cause connections to look up their routes again.
+        // Automatic addresses would be added later and cause connections to look up their routes
+        // again.
         ip(&format!("-n {host} link set link-{host} addrgenmode none"));
         ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
         let address_6 = address.replace("10.0.0.", "fd00::");

@@ -375,7 +375,7 @@ impl Half {
     }
 
     /// Returns the explicit part of the nonce. In TLS 1.2, a sender may choose any value that it
-    /// has not used before.
+    /// has not used before; this one uses the sequence number.
     fn shown(&self) -> [u8; 8] {
         self.keys.sequence.to_be_bytes()
     }

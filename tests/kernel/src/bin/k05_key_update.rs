@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// An application that cannot parse TLS messages gets EIO, and the message stays in the socket.
+/// A read that cannot return the type of a record fails with EIO at the KeyUpdate.
 fn a_plain_read_fails() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(DATA, b"before");

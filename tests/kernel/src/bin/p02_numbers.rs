@@ -114,7 +114,8 @@ fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
 }
 
 /// For one selector and direction, the kernel keeps a single policy, regardless of its priority.
-/// Replacing the policy is atomic, and removing it affects no other policy.
+/// That policy can be replaced by another, and it is removed only by a request with exactly its
+/// contents.
 fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
     let (_, protect) = policies(&selector, a, b, REQID)[0];

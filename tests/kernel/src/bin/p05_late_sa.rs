@@ -129,7 +129,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     }
 }
 
-/// Returns the number of a host's SAs, and the number of hash buckets that contain them.
+/// Returns the number of a host's SAs, and the number of buckets of the hash table for SAs.
 fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
     let number = |name: &str| -> u32 {

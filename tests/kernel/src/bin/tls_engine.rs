@@ -60,7 +60,8 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = sealed_by_kernel(guest) - before;
-    // A replacement lane may be established after the last page has been sent.
+    // A replacement lane may be established after the last page has been sent. The report then does
+    // not list it.
     let carried = report.lanes.len() as u64;
     let opened = proxy.connections() as u64 - 1;
     let possible = of_kernel * carried..=of_kernel * opened;
