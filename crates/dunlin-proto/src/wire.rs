@@ -200,10 +200,10 @@ impl<'a> Reader<'a> {
     /// returns whether the tag is known; if so, it must read the whole value.
     ///
     /// # Errors
-    /// The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`] if tags do
-    /// not ascend; [`DecodeReason::Unsupported`] if a reserved flag is set;
-    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if `known` leaves bytes of
-    /// a known field unread.
+    /// The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`] if tags
+    /// do not ascend; [`DecodeReason::Unsupported`] if a reserved flag is set;
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if `known` leaves bytes
+    /// of a known field unread.
     pub fn fields(
         mut self,
         mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
