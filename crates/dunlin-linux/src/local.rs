@@ -25,8 +25,8 @@ use crate::socket::own_user;
 /// reduces it to `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
-/// The permissions of a socket's file. `None` leaves the owner and the group those of the process,
-/// and the mode what the umask permits.
+/// The permissions of a socket's file. With `None`, the owner and the group are those of the
+/// process, and the mode is what the umask permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAccess {
     /// The user ID of the owner.
