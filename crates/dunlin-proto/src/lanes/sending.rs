@@ -199,9 +199,9 @@ impl Sending {
         if lane.is(State::Leaving) {
             self.schedule.leave(number);
         }
-        // The lane asks for work, so its last chunk has been sent. If only this chunk is
-        // unconfirmed, its timeout starts no earlier than the time until which the rate cap delayed
-        // it. If nothing is unconfirmed, the timeout starts now.
+        // The lane asks for work, so its last chunk has been sent. If one chunk is unconfirmed, the
+        // timeout starts no earlier than the time until which the rate cap delayed the last chunk.
+        // If nothing is unconfirmed, the timeout starts now.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();

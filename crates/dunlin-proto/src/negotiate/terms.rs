@@ -50,7 +50,7 @@ impl fmt::Display for VersionRange {
     }
 }
 
-/// A set of optional features, one bit each.
+/// A set of features that the two sides negotiate, one bit each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features(u64);
 
