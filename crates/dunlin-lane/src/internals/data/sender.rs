@@ -33,8 +33,9 @@ const REASON_WAIT: Duration = Duration::from_millis(200);
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 
-/// Why a frame could not be sent. The lane must be closed; the peer may have received part of the
-/// frame.
+/// Why a frame could not be sent. The lane must be closed, because the peer may have received part
+/// of the frame. After [`SendError::HeaderTooLong`], however, nothing was sent, and the lane can
+/// still be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SendError {
