@@ -327,8 +327,8 @@ fn many_channels_are_open_at_the_same_time_and_arrive_in_order() {
     join(threads);
 }
 
-/// Keys are renewed on the same connection, in both directions, although data flows in one
-/// direction only.
+/// Keys are renewed on the same connection, in both directions, although data flows in only one
+/// direction at a time.
 #[test]
 fn keys_are_renewed_before_they_are_used_up() {
     let limits = Limits {
