@@ -46,7 +46,8 @@ impl Socket {
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
             if is_held(path).with_context(|| format!("cannot look up {}", path.display()))? {
                 bail!(
-                    "{} belongs to {owner} that is running: choose another name or --control",
+                    "{} belongs to {owner} that is running: choose another --control (or, for a VM \
+                     or a tunnel, another name)",
                     path.display()
                 );
             }

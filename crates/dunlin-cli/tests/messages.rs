@@ -136,7 +136,7 @@ fn the_socket_of_a_dead_process_is_replaced_and_that_of_a_live_one_is_not() {
     let done = finish(again).expect(1);
     assert_says(
         &done.err,
-        &["belongs to a VM that is running", "choose another name"],
+        &["belongs to a VM that is running", "choose another --control"],
     );
     source.kill();
     let source = hosts.run("1", guest);
