@@ -4,7 +4,8 @@
 //! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
 //! access only to the files that the process needs, and few system calls. New threads inherit the
 //! confinement, so it must be applied before the process starts a second thread.
-//! docs/decisions/0010-confinement.md gives the reasons.
+//! docs/decisions/0010-confinement.md gives the reasons. The parts, for a VM's process without
+//! IPsec lanes:
 //!
 //! | part | what remains |
 //! | --- | --- |
@@ -13,10 +14,11 @@
 //! | [`calls`] | a list of system calls; no programs, new code, debugging, mounts, or new kinds of socket |
 //!
 //! A tunnel's routes may change while it runs, and with the routes the paths that the tunnel uses.
-//! A tunnel therefore keeps the capabilities for other users' sockets and for low ports, and reads
-//! files and creates local sockets wherever file permissions allow, but writes, creates and
-//! executes nothing else. It removes files only in the directory of control sockets and in the
-//! directories of the sockets that it had at its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
+//! A tunnel therefore keeps the capabilities for other users' sockets, for low ports and, if its
+//! configuration sets owners of sockets, for changing owners. It reads files and creates local
+//! sockets wherever file permissions allow, but writes, creates and executes no other files. It
+//! removes files only in the directories of the sockets that it had at its start. `handoff accept`
+//! keeps less, because it needs no low ports and removes no files.
 
 mod calls;
 mod files;
@@ -38,7 +40,7 @@ use dunlin_linux::privileges::{self, Capability};
 pub(crate) use self::needs::Needs;
 use crate::line::Line;
 
-/// How far a process is confined.
+/// How far a VM's process is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Confining {
     /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
@@ -107,7 +109,7 @@ static IDENTITIES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 
 impl Confining {
     /// Confines this process permanently, as far as requested and possible; returns the line that
-    /// reports it. Existing threads are not confined.
+    /// reports it. In other existing threads, only system calls are restricted.
     ///
     /// # Errors
     /// A part failed although `--confine yes` was given; the error names the part. Other parts may
@@ -138,7 +140,7 @@ impl Confining {
             let _ = GAVE_UP_NETWORK.set(());
         }
         if applied.take("files", rules.apply())? && !identities.is_empty() {
-            // Cannot fail, because only this line sets the value.
+            // Cannot fail, because a process is confined only once.
             let _ = IDENTITIES.set(identities);
         }
         let work = calls::Work::Guest {
@@ -162,14 +164,14 @@ pub(crate) struct ConfiningService {
 
 impl ConfiningService {
     /// Like [`Confining::apply`], for a tunnel. `control` is the directory of the control socket,
-    /// and `sockets` are the directories of the other sockets that the process removes. It may give
-    /// its sockets to the owners and groups in `owners`. `against` is a reason not to confine the
-    /// tunnel, and its remedy. For example, the programs of routes with `exec` would be confined
-    /// too.
+    /// and `sockets` are the directories of the other sockets that the tunnel removes. The tunnel
+    /// may give its sockets to the owners and groups in `owners`. `against` is a reason not to
+    /// confine the tunnel, and its remedy. For example, the programs of routes with `exec` would be
+    /// confined too.
     ///
     /// # Errors
-    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
-    /// be in force.
+    /// `--confine yes` was given, but a part failed or there is a reason `against` it. The error
+    /// names the part or the reason. Other parts may be in force.
     pub(crate) fn tunnel(
         &self,
         against: Option<(&str, &str)>,
@@ -307,8 +309,8 @@ fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
 }
 
 /// Forbids new local sockets and listening sockets in all threads. The process can then not reach
-/// other local services, some of which act as root for their clients. Lanes over `ipsec` still bind
-/// their source ports. No effect if system calls are not confined.
+/// other local services, some of which act as root for their clients. If `ipsec`, lanes may still
+/// bind their source ports. No effect if system calls are not confined.
 ///
 /// # Errors
 /// The kernel rejected the filter. The previous confinement stays in force.

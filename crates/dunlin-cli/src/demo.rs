@@ -86,7 +86,7 @@ impl Demo {
             ..pair.flags()
         };
         let mut show = |line: &Line| match line {
-            // The demo's result states whether the digests are equal.
+            // Omit the digests, because the demo's result states whether they are equal.
             Line::Moved(moved) => display.show(&Line::Moved(Box::new(MovedLine {
                 digests: Vec::new(),
                 ..(**moved).clone()

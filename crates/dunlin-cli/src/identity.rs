@@ -220,7 +220,8 @@ impl Accepting {
         Ok((until, warnings))
     }
 
-    /// Warnings of expiry that were not reported before.
+    /// Returns the warnings of expiry that were not reported before. They count as reported from
+    /// now on.
     pub(crate) fn expiring(&self) -> Vec<String> {
         let (identity, reported) = &mut *lock(&self.loaded);
         let warnings = identity.expiring(SystemTime::now());

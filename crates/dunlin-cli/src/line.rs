@@ -236,7 +236,7 @@ pub(crate) struct FailedLine {
 }
 
 impl FailedLine {
-    /// A failure with its cause, and where the VM is.
+    /// A failure with this fault code; `vm` is where the VM is.
     pub(crate) fn new(fault: FaultCode, vm: &str, text: impl Into<String>, code: i32) -> Self {
         Self {
             fault: fault.to_string(),
@@ -247,7 +247,8 @@ impl FailedLine {
         }
     }
 
-    /// The text, followed in brackets by the fault code, which `dunlin explain` accepts.
+    /// The text, followed in brackets by the fault code, if there is one. `dunlin explain` accepts
+    /// the code.
     pub(crate) fn for_people(&self) -> String {
         let text = clean_lines(&self.text);
         match self.fault.as_str() {

@@ -77,7 +77,7 @@ pub(crate) fn is_started() -> bool {
     FORMAT.get().is_some()
 }
 
-/// Writes each warning as a line.
+/// Writes each warning as a line of the log, or to standard error if there is no log.
 pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
     for warning in warnings {
         if is_started() {

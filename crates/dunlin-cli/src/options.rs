@@ -45,7 +45,7 @@ impl ControlPath {
     pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
         let file = name.replace(['/', '\0', ':', '[', ']'], "_");
         if file.is_empty() || file.starts_with('.') {
-            bail!("invalid session name {name:?}");
+            bail!("invalid session name {name:?}: it must be non-empty, without leading dot");
         }
         Ok(self.socket_in(IPSEC, &file))
     }

@@ -23,7 +23,7 @@ use crate::text::{chained, clean, count};
 pub(crate) enum ServiceEvent {
     Reload,
     End(EndSignal),
-    /// The service failed and accepts no more connections.
+    /// The service failed or ended without a signal, and accepts no more connections.
     Failed,
 }
 
@@ -53,8 +53,8 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Sends the process's signals as events, and calls `ending` after the first SIGINT or SIGTERM. A
-/// second SIGINT or SIGTERM ends the process immediately.
+/// Starts threads that send the process's signals as events. `ending` is called after the first
+/// SIGINT or SIGTERM; a second one ends the process immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,
@@ -79,7 +79,7 @@ pub(crate) fn wait_for(
 }
 
 /// Reloads `what` at each SIGHUP. Returns the signal that ends the service, or `None` if the
-/// service fails.
+/// service fails or ends without one.
 pub(crate) fn serve(
     events: Receiver<ServiceEvent>,
     manager: &Manager,

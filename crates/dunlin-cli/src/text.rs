@@ -3,7 +3,8 @@
 /// Text that a peer may have sent, made safe for one line on a terminal.
 pub(crate) use dunlin_proto::text::harmless as clean;
 
-/// An error and its causes, each printed once: some errors include their cause's text.
+/// An error and its causes. Each text is printed once, although some errors include the text of
+/// their cause.
 pub(crate) fn chained(error: &anyhow::Error) -> String {
     dunlin_proto::text::chain(error.as_ref())
 }

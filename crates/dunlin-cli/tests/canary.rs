@@ -1,8 +1,8 @@
 //! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
 //! journals, status or errors.
-//!
-//! The canaries are bytes that the test writes into a guest's memory, and the secret number in a key's
-//! file. The test searches for parts of each, raw and in hexadecimal, decimal and base64.
+//! The canaries are bytes that the test writes into a guest's memory, and the secret number and a
+//! line of each key's file. The test searches for parts of each, raw and in hexadecimal, decimal
+//! and base64.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -104,7 +104,7 @@ fn random(bytes: usize) -> Vec<u8> {
 }
 
 /// Two canaries of a key: the secret number in its file (RFC 5915: an octet string of 32 bytes
-/// after the version), and the text of the file.
+/// after the version), and a line of the file's text.
 fn key_canaries(file: &Path) -> [Canary; 2] {
     let text = fs::read_to_string(file).unwrap();
     let content = KeyPair::from_pem(&text).unwrap().serialize_der();
@@ -221,7 +221,7 @@ impl Scene {
         self.begin(command).code()
     }
 
-    /// A command with this scene's directories.
+    /// The command `line` with the scene's control directory `control`.
     fn with(&self, line: &str, control: &str) -> Command {
         let mut command = words(line);
         command.arg("--control").arg(self.at(control));

@@ -1,4 +1,5 @@
-//! The confinement of processes that own a VM, as the kernel reports it.
+//! The confinement of processes that own a VM or wait for one, as the kernel reports it, and what
+//! these processes can still do: load identities, and find holes in a guest's memory.
 //!
 //! `src/confine/tests.rs` tests what each part of the confinement denies.
 #![allow(clippy::unwrap_used)]
@@ -125,8 +126,9 @@ fn guest_bytes(process: &Process) -> u64 {
     paths.filter(is_guest).map(bytes).sum()
 }
 
-/// Checks that the digest of a confined process finds holes. If the process could not read its page
-/// map or the guest's file, the digest would read all of the guest's memory, and so populate it.
+/// Checks that a confined process finds the holes in the guest's memory when it digests the memory.
+/// If the process could not read its page map or the guest's file, it would read all of the guest's
+/// memory, and so populate it.
 #[test]
 fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     const MIB: u64 = 1 << 20;

@@ -206,7 +206,7 @@ fn the_rate_of_a_running_migration_can_be_changed() {
 fn the_flag_decides_what_happens_at_the_time_limit() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
-    // The guest writes 40 MB/s, the lane carries 8 MB/s.
+    // The guest writes 40 MB/s, and the lanes together carry 8 MB/s.
     let source = hosts.run("1", "--memory 64M --working-set 16M --dirty-rate 10000");
     let destination = hosts.receive("b", "2", "");
     let flags = "--json --peer b.test --rate 8M --throttle never --time-limit 500ms";
@@ -230,7 +230,8 @@ fn i1_after_commit_every_cancellation_is_refused() {
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
     proxy.hold(Duration::from_millis(1500));
-    // The proxy delays the destination's answer until the source has refused all cancellations.
+    // The proxy delays the destination's answer for 1.5 s. During that time the source refuses all
+    // cancellations.
     client.wait_for("committing");
     hosts.cancel(&source).expect(1);
     client.signal("INT");

@@ -132,7 +132,7 @@ impl Captive {
         self.call(libc::SYS_bind, [socket, at, 16])
     }
 
-    /// Maps a file in memory, after writing code into it.
+    /// Creates a file in memory (memfd_create(2)), writes code into it, and maps it as executable.
     fn run_code(&self) -> Result<u64, Errno> {
         let name = self.put(b"code\0");
         let file = self.call(libc::SYS_memfd_create, [name, 0])?;
@@ -275,7 +275,7 @@ fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
     let read = captive.open(&foreign.join("read"), libc::O_RDONLY);
     assert_eq!(read, Err(Errno::EACCES));
     assert_eq!(captive.bind(), Err(Errno::EACCES));
-    // The process still creates its control socket.
+    // The process has not created its control socket yet, so it may create local sockets.
     assert!(captive.socket(libc::AF_UNIX, libc::SOCK_STREAM, 0).is_ok());
     drop(captive);
 

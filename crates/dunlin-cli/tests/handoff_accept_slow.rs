@@ -1,5 +1,5 @@
 //! Silent and slow clients of `dunlin handoff accept`, and slow receivers. None of them delays
-//! other clients or wakes the process.
+//! other clients, and single bytes wake the process only a few times.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]

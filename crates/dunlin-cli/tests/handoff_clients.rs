@@ -1,5 +1,6 @@
-//! The clients in `clients/` when they get no socket. Each client logs the line that xenopsd logs.
-//! `tests/kernel` `k15_clients` tests them with a socket.
+//! The clients in `clients/` with helpers that pass no socket, several sockets, or a socket late. A
+//! client that gets no socket logs the line that xenopsd logs. `tests/kernel` `k15_clients` tests
+//! the clients with sockets that use kernel TLS.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/pool.rs"]

@@ -1,5 +1,5 @@
-//! Failures caused by a host's state: the message names the fact, the party at fault and the
-//! remedy, and the VM stays where it is.
+//! Failures caused by a host's state or by contradictory arguments: the message names the fact, the
+//! party at fault and the remedy, and the VM stays where it is.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/host.rs"]
@@ -136,7 +136,10 @@ fn the_socket_of_a_dead_process_is_replaced_and_that_of_a_live_one_is_not() {
     let done = finish(again).expect(1);
     assert_says(
         &done.err,
-        &["belongs to a VM that is running", "choose another --control"],
+        &[
+            "belongs to a VM that is running",
+            "choose another --control",
+        ],
     );
     source.kill();
     let source = hosts.run("1", guest);

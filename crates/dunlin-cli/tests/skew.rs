@@ -145,7 +145,8 @@ fn read(session: &Value) -> [&Value; 8] {
     .map(|key| &session[key])
 }
 
-/// Asserts that both commands list the same sessions of a host, and returns that list.
+/// Asserts that both commands list the same sessions of a host, and returns the list of the current
+/// command.
 fn same(pair: &(PathBuf, PathBuf), hosts: &Hosts) -> Vec<Value> {
     let [mut one, mut other] = [&pair.0, &pair.1].map(|binary| listed(binary, hosts));
     for sessions in [&mut one, &mut other] {
@@ -267,8 +268,8 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // The source waits for *ready* before it commits, so delay the messages only briefly until
-        // then.
+        // The source waits for *ready* before it commits, so delay the answers or messages by only
+        // a few seconds until then.
         let held = Duration::from_secs(3);
         match recorded {
             Recorded::Running => proxy.hold(held),

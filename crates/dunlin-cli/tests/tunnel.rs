@@ -183,7 +183,7 @@ fn i6_a_certificate_that_expires_opens_no_new_channel_until_it_is_renewed() {
     let entrance = hosts.scratch.join("in");
     let open = connect(entrance.clone());
     let open_far = accepted(&target);
-    // A certificate expires with the time, and with no event.
+    // Sleep, because no event shows that a certificate has expired.
     thread::sleep(until.saturating_duration_since(Instant::now()));
     assert_eq!(
         connect(entrance.clone()).read_once(&mut [0]).unwrap_or(0),

@@ -168,7 +168,7 @@ fn end_tcp(stream: &TcpStream) {
     stream.shutdown(Shutdown::Write).unwrap();
 }
 
-/// Names of the TLS versions, by program.
+/// The names of the TLS versions for `dunlin`, stunnel and openssl.
 const VERSIONS: [(&str, &str, &str); 2] =
     [("1.3", "TLSv1.3", "-tls1_3"), ("1.2", "TLSv1.2", "-tls1_2")];
 
@@ -238,7 +238,7 @@ fn openssl_s_server_speaks_with_a_relay() {
     }
 }
 
-/// `s_server` prints its port first.
+/// The port of an `s_server`, which prints it first.
 fn openssl_port(server: &Process) -> u16 {
     let line = server.wait_for("ACCEPT");
     let port = line.rsplit_once(':').map(|(_, port)| port.trim());
@@ -266,7 +266,8 @@ fn openssl_s_client_speaks_with_a_relay() {
         assert_eq!(&said, b"from a client\n");
         stream.write_all(b"and back\n").unwrap();
         client.wait_for("and back");
-        // Both sides request new keys, which only TLS 1.3 supports.
+        // Key updates, which only TLS 1.3 has: with `k` the client updates its own key, with `K` it
+        // also requests an update from the relay.
         if tls == "1.3" {
             let mut other = scene.openssl(Some("a"), &words.replace(" -quiet -no_ign_eof", ""));
             let mut stream = scene.accept();

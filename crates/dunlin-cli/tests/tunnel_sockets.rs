@@ -189,7 +189,7 @@ fn a_route_and_a_listener_on_demand_listen_again_after_their_sockets_were_remove
         let near = connect(at(name));
         exchange(near, accepted(&target));
     }
-    // Open channels do not notice.
+    // Open channels are not affected.
     exchange(early.0, early.1);
 }
 

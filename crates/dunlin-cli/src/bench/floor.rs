@@ -3,8 +3,8 @@
 //!
 //! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection, and
 //!    another reads them into destination memory.
-//! 2. [`seal_and_open`]: two threads for each lane, one for each of its ends, seal slices of source
-//!    memory into their own buffers and open the buffers into destination memory.
+//! 2. [`seal_and_open`]: two threads for each lane, as many as a lane has. Each thread seals slices
+//! of source memory into its own buffer and opens the records into destination memory.
 //!
 //! No lane can cost less as long as the kernel copies the bytes between the process and the socket.
 //! [`cached`] repeats both measurements with buffers that stay in the cache.
@@ -48,7 +48,8 @@ pub(super) fn cached(bytes: u64, provider: Provider, lanes: usize) -> Result<Spe
     Ok(cached_copy(bytes, lanes)? + cached_seal_and_open(bytes, provider, lanes)?)
 }
 
-/// Divides memory into `parts` ranges of whole batches, one for each thread.
+/// Divides `bytes` of memory into `parts` ranges with equal numbers of batches, one range for each
+/// thread. The last ranges may be shorter or empty.
 fn shares(bytes: u64, parts: usize) -> Vec<std::ops::Range<u64>> {
     let batch = BATCH_BYTES as u64;
     let share = bytes.div_ceil(batch).div_ceil(parts as u64) * batch;
@@ -129,7 +130,8 @@ fn seal_and_open(
     in_step(work.collect())
 }
 
-/// Copies one buffer into another over plain TCP.
+/// Sends the same buffer over plain TCP repeatedly, and receives it into another buffer. Each lane
+/// has its own connection and buffers.
 fn cached_copy(bytes: u64, lanes: usize) -> Result<Spent> {
     let mut work: Vec<Work> = Vec::new();
     for range in shares(bytes, lanes) {

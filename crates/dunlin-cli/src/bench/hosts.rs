@@ -45,7 +45,8 @@ use crate::log::warn;
 use crate::options::{IpsecFlags, ipsec_lanes};
 use crate::state::StatePath;
 
-/// Time limit for connecting, and for the other side's answers.
+/// Time limit for a handshake, and for the receiving host's answer. The receiving host waits 60
+/// times as long for a request.
 const LIMIT: Duration = Duration::from_secs(60);
 const SESSION: [u8; 16] = *b"dunlin bench ---";
 
@@ -76,7 +77,8 @@ pub(super) struct BetweenHosts {
     state: StatePath,
 }
 
-/// The variants: TLS, and IPsec in each mode, with and without an SA for each CPU.
+/// The variants: TLS, IPsec in mode cpu with one SA and with one for each CPU, and IPsec in mode
+/// connection.
 const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
     ("tls", None),
     ("ipsec-one-sa", Some((ModeName::Cpu, false))),
@@ -219,8 +221,8 @@ fn admit(
             let control = Arc::new(stream);
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
-                // If a lane failed, the error has been printed. Otherwise the host that measures
-                // has disconnected.
+                // Ignore the error. Either a lane failed, and the error has been printed, or the
+                // host that measures has disconnected.
                 let _ = answer(&own, &ends);
             })?;
             *measured = Some(Measured { control, ended });
@@ -265,7 +267,7 @@ fn answer(control: &ControlStream, ends: &Receiver<Result<()>>) -> Result<()> {
     }
 }
 
-/// One transfer.
+/// The connections and the TLS settings of one transfer.
 struct Run<'a> {
     to: &'a str,
     tls: &'a ClientTls,
@@ -274,9 +276,9 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the wall time since all lanes were open, and the busy time of the CPUs of both
-    /// hosts. The CPU time of the bench's threads is not used, because it would not include
-    /// encryption by the kernel.
+    /// Transfers `bytes` over `lanes` lanes. Returns the wall time from when all lanes are open
+    /// until the other host has answered, and the busy time of the CPUs of both hosts. The CPU time
+    /// of the bench's threads is not used, because it would not include encryption by the kernel.
     fn once(&self, source: &MappedMemory, bytes: u64, lanes: usize) -> Result<(f64, f64)> {
         self.control.send(&u16::try_from(lanes)?.to_le_bytes())?;
         let (next, barrier) = (AtomicU64::new(0), Barrier::new(lanes + 1));

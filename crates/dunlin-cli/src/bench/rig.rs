@@ -47,7 +47,7 @@ impl Add for Spent {
     }
 }
 
-/// Source memory with content, and destination memory that is mapped and touched.
+/// Source memory and destination memory, filled with different content.
 pub(super) struct Rig {
     pub(super) source: MappedMemory,
     pub(super) target: MappedMemory,
@@ -79,8 +79,9 @@ impl Rig {
         Ok(())
     }
 
-    /// Sends the first `bytes` of source memory over `lanes` lanes, plain or with a provider's TLS,
-    /// each limited to `rate` bytes per second. The lanes are open before the measurement starts.
+    /// Sends the first `bytes` of source memory over `lanes` lanes, with TLS of `provider` or,
+    /// without one, plain. Each lane is limited to `rate` bytes per second. The lanes are open
+    /// before the measurement starts.
     pub(super) fn transfer(
         &self,
         provider: Option<Provider>,
@@ -182,7 +183,8 @@ fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceive
     ))
 }
 
-/// The work of a lane's thread at the source, chunk by chunk.
+/// The work of a lane's thread at the source. It sends chunks until `next`, the offset of the next
+/// chunk for all lanes, reaches `bytes`.
 pub(super) fn send(
     memory: &MappedMemory,
     bytes: u64,

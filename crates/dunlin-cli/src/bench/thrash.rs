@@ -2,8 +2,8 @@
 //! lane and over two.
 //!
 //! The guest runs on KVM in one process and moves to another process: `vm run` and `vm receive`, as
-//! on two hosts. The kernel limits each lane to 300 MiB/s, and the session limits itself to 500
-//! MiB/s, so that the network is the bottleneck instead of this host's CPUs.
+//! on two hosts. By default, the kernel limits each lane to 300 MiB/s, and the session limits
+//! itself to 500 MiB/s, so that the network is the bottleneck instead of this host's CPUs.
 
 use std::time::Duration;
 

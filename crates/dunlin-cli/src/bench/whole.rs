@@ -20,8 +20,8 @@ use crate::process::{Pair, Scratch};
 
 /// Pages that a writing guest writes per second, which amounts to 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
-/// The amount of memory that is written to and freed before each migration, as a multiple
-/// of the guest's memory.
+/// The amount of memory that is written to and freed before each measurement, as a multiple of the
+/// guest's memory.
 const TOUCHED: u64 = 2;
 /// The working set of a writing guest is its memory size divided by this number.
 const WORKING_SET_DIVISOR: u64 = 8;

@@ -166,9 +166,9 @@ const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 /// Ioctls that a process with channels may use: the query for the unsent bytes of a socket.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
-/// Ioctls that `handoff accept` may use: the queries for the unsent bytes of a socket and for the
-/// features of a network device, which are part of a socket's description. A change of features needs
-/// CAP_NET_ADMIN.
+/// Ioctls that `handoff accept` may use: the query for the unsent bytes of a socket, and the query
+/// for the features of a network device, which are part of a socket's description. `SIOCETHTOOL`
+/// can also change features, but the kernel requires CAP_NET_ADMIN for that.
 const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
 
 /// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec,
@@ -243,8 +243,8 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     Ok(Taken::wholly(NAME))
 }
 
-/// Installs a second filter in every thread, which forbids new local sockets and listening
-/// sockets. Lanes over `ipsec` still bind their source ports.
+/// Installs a second filter in every thread, which forbids new local sockets and listening sockets.
+/// If `ipsec`, lanes may still bind their source ports.
 pub(super) fn deny_more_sockets(ipsec: bool) -> Result<()> {
     let mut denied = BTreeMap::from([
         (
@@ -292,7 +292,8 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
             (libc::SOCK_STREAM, libc::IPPROTO_TCP),
             (libc::SOCK_DGRAM, libc::IPPROTO_UDP),
         ] {
-            // Landlock's rules for TCP ports do not apply to other protocols, such as MPTCP.
+            // Allow only the usual protocol, because Landlock's rules for TCP ports do not apply to
+            // other protocols, such as MPTCP.
             for protocol in [0, usual] {
                 let protocol = equals(2, protocol as u64);
                 sockets.push(rule(&[equals(0, domain as u64), kind(one), protocol])?);

@@ -18,7 +18,8 @@ use super::needs::Needs;
 use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
-/// The newest Landlock version in use: Linux 6.12.
+/// The Landlock version of Linux 6.12. All of its restrictions are used, and of newer ones only
+/// `AccessFs::ResolveUnix`.
 const ALL: ABI = ABI::V6;
 
 /// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of
@@ -169,7 +170,7 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     Ok(ruleset)
 }
 
-/// Access rights by path; missing paths need no rule.
+/// Access rights by path. Paths that do not exist are ignored later.
 fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<AccessFs>)> {
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let owned = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();

@@ -1,8 +1,8 @@
 //! A confined child process tries operations that must fail and operations that must work.
 //!
-//! The child is this test program, started again with the parts to apply in its environment. Each
-//! part is also tested alone, because another part that forbids the same operation would hide a
-//! failure.
+//! The child is this test program, started again with the parts to apply in its environment. The
+//! file rules and the dropped privileges are also tested alone, because another part that forbids
+//! the same operation would hide a failure.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -395,7 +395,7 @@ fn inside() {
             let confined = confining(Whether::Yes).apply(&needs).unwrap();
             change_root(&directory);
             // The C library changes the user in every thread, and aborts if the result differs
-            // between threads.
+            // between threads. So this also tests that the older thread is restricted.
             report("become another user", setuid(Uid::from_raw(12_345)));
             let unbound = tcp();
             try_everything(&directory);
@@ -600,7 +600,7 @@ fn executed_from_memory() -> Result<(), Errno> {
 const RESOLVED: &str = "dunlin-test.example";
 const RESOLVED_TO: &str = "127.9.8.7";
 
-/// The module, for gethostbyname4_r of nss(5): one address for one name.
+/// The C source of that module. Its gethostbyname4_r returns one address for one name.
 const MODULE: &str = r#"
     #include <nss.h>
     #include <netdb.h>
@@ -621,7 +621,7 @@ const MODULE: &str = r#"
     }
 "#;
 
-/// Makes the module the one that resolves names in this process's mount namespace.
+/// Moves this thread into a new mount namespace, in which /etc/nsswitch.conf names the module.
 fn resolve_by_module(directory: &Path) {
     let nsswitch = directory.join("nsswitch.conf");
     fs::write(&nsswitch, "hosts: files [NOTFOUND=continue] dunlintest\n").unwrap();
@@ -633,8 +633,8 @@ fn resolve_by_module(directory: &Path) {
     mount(Some(&nsswitch), place, none, MsFlags::MS_BIND, none).unwrap();
 }
 
-/// Tests that a module of name resolution is loaded before the confinement. glibc itself loads it
-/// at the first lookup, when a confined process can no longer load code.
+/// Tests that a module of name resolution is loaded before the confinement. Otherwise glibc would
+/// load it at the first lookup, when a confined process can no longer load code.
 #[test]
 fn a_confined_process_resolves_names_with_a_module_outside_the_c_library() {
     let root = Uid::effective().is_root().then_some(()).ok_or("not root");

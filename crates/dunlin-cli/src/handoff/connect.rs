@@ -1,9 +1,9 @@
 //! `dunlin handoff connect`: a toolstack's helper that returns a connected socket with kernel TLS.
 //!
 //! The steps run in this order, so that each failure is reported precisely: arguments, TCP,
-//! handshake with the peer's certificate, kernel TLS in both directions, one line on standard
-//! output, passing the socket. A failure prints one line on standard error, exits with code 1 and
-//! passes no socket.
+//! handshake with the peer's certificate, kernel TLS in both directions, one line per socket on
+//! standard output, passing the sockets. A failure prints one line on standard error, exits with
+//! code 1 and passes no socket.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};

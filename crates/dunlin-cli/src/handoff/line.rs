@@ -47,9 +47,10 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
             "names": names.map(ToString::to_string).collect::<Vec<_>>(),
         })),
         // Maximum number of records in each direction. After that number the connection must be
-        // replaced. The owner of the socket cannot read a count of records from the kernel.
+        // replaced.
         "record_limit": RECORD_LIMIT,
-        // The same limit in bytes, for an owner that writes at least 16 KiB at a time.
+        // The same limit in bytes, for an owner that writes at least 16 KiB at a time. The owner
+        // cannot read a count of records from the kernel.
         "bytes_limit": RECORD_LIMIT * (16 << 10),
     }))
 }

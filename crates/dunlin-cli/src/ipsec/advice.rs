@@ -8,7 +8,7 @@ use tracing::{info, warn};
 
 use crate::log::{is_started, say};
 
-/// Logs an event with its peer.
+/// Logs an event with its peer and its fault code, if it has them.
 pub(crate) fn log_event(event: &Event) {
     let text = event_text(event);
     if !is_started() {

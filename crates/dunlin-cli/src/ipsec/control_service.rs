@@ -19,7 +19,8 @@ use crate::text::{chained, clean, count};
 
 /// Timeout for an answer. It is long because `down` waits until connections end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// How long to wait for a status answer; after that, only the session's record is shown.
+/// How long to wait for a status answer. After that, the sessions of a process are shown from their
+/// records, or the command fails if the operator named the process.
 const STATUS_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -98,7 +98,7 @@ impl Plan {
         }
         if self.local == self.peer {
             bail!(
-                "both ends are {}: packets from a host to itself bypass IPsec",
+                "both ends are {}, but packets from a host to itself bypass IPsec: give another --peer",
                 self.local
             );
         }
@@ -127,7 +127,8 @@ impl Plan {
         Ok(steps.map(|step| ObjectLine::new(&step)).collect())
     }
 
-    /// The senders that need SAs on one host: each CPU that carries a lane, or each connection.
+    /// The senders of one host that need SAs: the fallback, and each CPU that carries a lane or
+    /// each connection. `peers` is whether the host is the peer.
     fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
         let lanes = usize::from(self.lanes);
         let mut senders = vec![Sender::Fallback];

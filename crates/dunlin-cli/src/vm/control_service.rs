@@ -53,7 +53,7 @@ struct Now {
     holds: Holds,
     phase: Phase,
     ending: Ending,
-    /// Number of attempts by sources to move a VM here.
+    /// Number of the attempt of a source, from 1, that is under way or awaited.
     attempt: u64,
     cancel: Cancel,
 }
@@ -65,8 +65,8 @@ enum Phase {
     #[default]
     Idle,
     Moving(Arc<Moving>),
-    /// The source sent *commit* and got no answer: the VM may run here or at the destination, and
-    /// the copy here stays paused.
+    /// This process, as the source, sent *commit* and got no answer, or the answer that the VM ran
+    /// at the destination and died there. The copy here stays paused.
     InDoubt {
         record: Record,
         /// Whether this process has got a signal to end after the migration left the VM in doubt.
@@ -180,7 +180,7 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// Logs a warning for the operator.
+    /// Logs a warning, and prints it for the operator.
     pub(crate) fn warn(&self, text: &str) {
         tracing::warn!("{text}");
         Line::Warning { text: text.into() }.say(self.json);
@@ -481,7 +481,7 @@ impl ControlService {
         let mut state = lock(&self.state);
         if let Phase::InDoubt { .. } = state.phase {
             bail!(
-                "too late to cancel: the destination got commit and has not answered; see \
+                "too late to cancel: the destination got commit, and the VM is in doubt; see \
                  `dunlin status` and `dunlin resolve`"
             );
         }
@@ -529,8 +529,8 @@ impl Now {
     fn vm(&self) -> Result<&Arc<Movable>> {
         match (&self.holds, &self.phase) {
             (Holds::Vm(_), Phase::InDoubt { .. }) => bail!(
-                "the VM is in doubt: the destination got commit and has not answered, so it must \
-                 not be changed here; see `dunlin status` and `dunlin resolve`"
+                "the VM is in doubt: the destination got commit and may have run the VM, so it \
+                 must not be changed here; see `dunlin status` and `dunlin resolve`"
             ),
             (Holds::Vm(vm), _) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),

@@ -63,8 +63,8 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
-        // Confine the process before it starts threads, because existing threads would stay
-        // unconfined.
+        // Confine the process before it starts threads, because existing threads would keep their
+        // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
         service.watch(signals)?;

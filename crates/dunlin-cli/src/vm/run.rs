@@ -103,8 +103,8 @@ impl Run {
         }
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.own.control.socket(&self.name)?, "a VM")?;
-        // Confine the process before it starts threads, because existing threads would stay
-        // unconfined.
+        // Confine the process before it starts threads, because existing threads would keep their
+        // privileges and their access to files.
         self.own.confine(&socket.path, None)?;
         service.watch(signals)?;
         self.own.watch_parent()?;

@@ -57,7 +57,7 @@ impl Clock {
         ];
         let export = variables.map(|(name, value)| format!("export {name}={value}"));
         let mut command = after(&export.join(" && "), command);
-        // A confined process must be able to read the file.
+        // Lets a confined process read the file.
         command.arg("--identities").args(self.file.parent());
         command
     }

@@ -1,6 +1,6 @@
 //! Peers that fall silent at each stage of a migration. The other process ends the migration at its
-//! time limit, and the VM stays at the source. A signal stops the silent process. Its connections
-//! stay open, and its kernel acknowledges bytes.
+//! time limit, and the VM stays at the source. In most stages, a signal has stopped the silent
+//! process. Its connections stay open, and its kernel acknowledges bytes.
 
 use std::net::TcpStream;
 use std::thread;

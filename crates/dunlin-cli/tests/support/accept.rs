@@ -109,10 +109,10 @@ impl Scene {
         (line, sockets.pop())
     }
 
-    /// Checks that a client of `own.test` completes its handshake, and that its socket is
-    /// delivered and carries a line each way; returns the socket's description. Without kernel
-    /// TLS the handshake still completes and is verified; then the client gets an alert, the log
-    /// states the reason, and the receiver gets nothing. `tests/kernel` then tests the delivery.
+    /// Checks that a client of `own.test` completes its handshake, and that its socket is delivered
+    /// and carries a line each way; returns the socket's description. Without kernel TLS the
+    /// handshake still completes and is verified. Then, however, the client gets an alert, the log
+    /// states the reason, and the receiver gets nothing; `tests/kernel` tests the delivery.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
             let why = accept.process.wait_for("fault=kernel name=own.test");
@@ -194,7 +194,7 @@ impl Accept {
     }
 }
 
-/// The records of OpenSSL's ClientHello for a name.
+/// The record of OpenSSL's ClientHello for a name.
 pub fn real_hello(scene: &Scene, name: &str, more: &str) -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().to_string();

@@ -320,7 +320,7 @@ impl Hosts {
     }
 
     /// Issues an identity of the authority `ca` that expires after `valid`, with a precision of one
-    /// second; returns the time of expiry.
+    /// second. Returns a time at which it has certainly expired.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
         let expired = Instant::now() + valid + Duration::from_secs(1);
         self.issue_until(directory, name, OffsetDateTime::now_utc() + valid);
@@ -423,7 +423,7 @@ impl Hosts {
     }
 }
 
-/// Whether a process exists and is not a zombie.
+/// Whether a process exists and has a thread that has not ended.
 pub fn lives(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
         return false;

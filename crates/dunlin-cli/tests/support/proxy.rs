@@ -28,7 +28,7 @@ impl Proxy {
         let destination = destination.to_owned();
         std::thread::spawn(move || {
             for (number, near) in listener.incoming().map_while(Result::ok).enumerate() {
-                // If the destination does not listen, the connection is refused.
+                // If the destination does not listen, close the connection.
                 let Ok(far) = TcpStream::connect(&destination) else {
                     continue;
                 };

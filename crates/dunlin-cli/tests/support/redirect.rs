@@ -182,7 +182,7 @@ pub fn close(listener: &TcpListener) {
     rustix::net::shutdown(listener, Shutdown::Both).unwrap();
 }
 
-/// The listener of the tunnel for redirected connections.
+/// Listens for redirected connections, as the tunnel does.
 pub fn listen_redirected(host: &Host, family: Family) -> TcpListener {
     listen(host, (loopback(family), REDIRECT))
 }
