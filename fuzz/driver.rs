@@ -73,7 +73,7 @@ fn holds(name: &str, how: &str, bytes: &[u8], run: fn(&[u8])) -> bool {
     held
 }
 
-/// The checked-in inputs of a target.
+/// The inputs of a target in `fuzz/seeds`. Except for the kept ones, they must equal `made`.
 fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
     let folder = root().join("fuzz/seeds").join(name);
     if std::env::var_os("DUNLIN_WRITE_SEEDS").is_some() {

@@ -116,7 +116,7 @@ impl Guest {
         let thread = std::thread::Builder::new().spawn(move || {
             while !stopped.load(Ordering::SeqCst) {
                 if let Err(error) = step(&memory, &witness) {
-                    // The test reads the notes.
+                    // The guest ends, and the test finds the reason in the notes.
                     let _ = files.note(&format!("the guest at the {side}: {error}"));
                     return;
                 }

@@ -36,7 +36,7 @@ impl Credentials {
         Self(scratch)
     }
 
-    /// Copies both identities to the directory of a run.
+    /// Links both identities into the directory of a run.
     pub fn lend(&self, directory: &Path) {
         for side in ["source", "destination"] {
             std::os::unix::fs::symlink(self.0.join(side), directory.join(side)).unwrap();
