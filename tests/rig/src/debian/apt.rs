@@ -173,7 +173,7 @@ impl Apt {
     }
 }
 
-/// Runs a command and waits for its end.
+/// Runs a command to its end, and returns its standard output.
 pub(super) fn output(command: &mut Command) -> Result<String, DebianError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let done = match command.output() {

@@ -204,7 +204,7 @@ fn ip(arguments: &[&str]) -> Result<String, HostsError> {
     run(Command::new("ip").args(arguments))
 }
 
-/// Runs a command and waits for its end.
+/// Runs a command to its end, and returns its standard output.
 fn run(command: &mut Command) -> Result<String, HostsError> {
     let failed = |command: &Command, output: String| HostsError::Command {
         command: std::iter::once(command.get_program())

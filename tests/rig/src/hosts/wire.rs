@@ -35,7 +35,7 @@ pub struct Traffic {
     pub bytes: BTreeMap<u16, u64>,
     /// Connections that were tried, by their destination port.
     pub tried: BTreeMap<u16, u64>,
-    /// How often one of the words was found in the payload, by the same port.
+    /// How often one of the words was found in the payload, by the listener's port.
     pub found: BTreeMap<u16, u64>,
     /// Packets that are neither TCP nor the resolution of an address.
     pub others: u64,
@@ -118,7 +118,8 @@ type Connection = [(IpAddr, u16); 2];
 
 struct Tally {
     words: HashSet<u64>,
-    /// The lowest 16 bits of each word: most offsets fail this test, which is much faster.
+    /// The lowest 16 bits of each word. Most offsets fail this test, which is much faster than a
+    /// search for the whole word.
     starts: Vec<bool>,
     /// Connections that began during the count, the client first.
     opened: HashSet<Connection>,

@@ -40,7 +40,8 @@ pub const TIMEOUT: Duration = Duration::from_secs(120);
 /// The ports that libvirt takes for migrations, unless qemu.conf states others.
 pub const PORTS: std::ops::RangeInclusive<u16> = 49152..=49215;
 
-/// The folder with QEMU's certificates on each host, in QEMU's layout. The authority is the same.
+/// The folder with QEMU's certificates on each host, in QEMU's layout. One authority has issued the
+/// certificates of both hosts.
 pub const CREDENTIALS: &str = "/etc/pki/qemu";
 
 /// The port of the control connections.
@@ -115,7 +116,7 @@ pub struct Pair {
     pub a: Daemon,
     /// The host `b.example`.
     pub b: Daemon,
-    /// The link, on which the names `a.example` and `b.example` are IPv4 addresses.
+    /// The link. The names `a.example` and `b.example` resolve to its IPv4 addresses.
     pub link: Link,
 }
 

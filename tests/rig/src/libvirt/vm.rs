@@ -22,7 +22,8 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// A machine of 48 MiB without a disk. Its guest writes each page of 4 MiB twice a second.
+    /// A machine of 48 MiB without a disk. Its guest has a hot set of 4 MiB, and writes each page
+    /// of that set twice a second.
     #[must_use]
     pub fn new(name: &str) -> Self {
         let seed = name

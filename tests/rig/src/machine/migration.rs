@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Machine, MachineError, TIMEOUT};
 
-/// The transport of a migration.
+/// The parameters of a migration.
 #[derive(Clone, Debug)]
 pub struct Migration {
     /// The address on which the destination listens: `tcp:ADDRESS:PORT` or `unix:PATH`.
