@@ -194,7 +194,7 @@ impl World<'_> {
         }
     }
 
-    /// Called just before *ready* is sent.
+    /// Checks that both memories are equal, just before *ready* is sent.
     pub(crate) fn check_ready(&mut self) {
         let Some(session) = &self.destination.session else {
             return;
@@ -211,7 +211,7 @@ impl World<'_> {
         }
     }
 
-    /// Called just before the destination reports the outcome of the attempt.
+    /// Checks the outcome of the attempt, just before the destination reports it.
     pub(crate) fn check_tell(&mut self, verdict: Verdict) {
         let recorded = self.destination.journal.durable;
         let Some(session) = &self.destination.session else {
@@ -239,7 +239,7 @@ impl World<'_> {
         }
     }
 
-    /// Called just before the guest is resumed at the source.
+    /// Checks that the guest may run at the source, just before it is resumed there.
     pub(crate) fn check_resume(&mut self) {
         let attempt = self.source.attempt.as_ref();
         let number = attempt.map(|attempt| attempt.number);
@@ -256,7 +256,7 @@ impl World<'_> {
         }
     }
 
-    /// Called just before the source destroys its copy.
+    /// Checks that another copy lives, just before the source destroys its own.
     pub(crate) fn check_destroy(&mut self) {
         let Some(attempt) = &self.source.attempt else {
             return;
@@ -274,7 +274,8 @@ impl World<'_> {
         }
     }
 
-    /// Called just before the source asks the destination to forget the session.
+    /// Checks the source's record, just before the source asks the destination to forget the
+    /// session.
     pub(crate) fn check_release(&mut self) {
         let record = self.source.journal.durable.map(|(_, record)| record);
         if record != Some(SourceRecord::Released) {

@@ -282,7 +282,7 @@ impl World<'_> {
         all.filter(|connection| !stalled(*connection)).collect()
     }
 
-    /// The reader of the newest control lane stalls.
+    /// Stalls the reader of the newest control lane. Returns false if there is no control lane.
     pub(crate) fn stall_reader(&mut self, until_ns: u64) -> bool {
         let session = self.destination.session.as_ref();
         let newest = session.and_then(|session| session.controls.last().copied());

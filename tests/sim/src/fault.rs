@@ -20,7 +20,8 @@ impl World<'_> {
         }
     }
 
-    /// Returns whether the fault had an effect; a delayed fault is counted later.
+    /// Injects the fault. Returns whether it had an effect; a fault that has its effect later is
+    /// counted then.
     fn strikes(&mut self, fault: Fault) -> bool {
         let until_ns = self.now_ns + fault.for_ns;
         match fault.kind {

@@ -190,7 +190,7 @@ impl World<'_> {
         }
     }
 
-    /// The connection dies, with some of the packets in flight.
+    /// The connection breaks, and some of the packets in flight are lost.
     pub(crate) fn cut(&mut self, id: usize) {
         for to in [Side::Source, Side::Destination] {
             let connection = &mut self.connections[id];
@@ -219,7 +219,8 @@ impl World<'_> {
         self.at(until_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Drops all further packets.
+    /// Drops all packets in flight and all further packets. After a while, both ends detect that
+    /// the connection is dead.
     pub(crate) fn swallow(&mut self, id: usize) {
         for to in [Side::Source, Side::Destination] {
             let pipe = self.connections[id].pipe(to);
@@ -241,7 +242,7 @@ impl World<'_> {
         self.connections[id].slowness *= 10;
     }
 
-    /// Tells each remaining end that the other end is dead.
+    /// Reports to each remaining end that the other end is dead.
     pub(crate) fn found_dead(&mut self, id: usize) {
         self.connections[id].cut = true;
         for to in [Side::Source, Side::Destination] {

@@ -34,7 +34,7 @@ kinds! {
         LaneHeld = "lane held";
         /// A data lane drops its data.
         LaneSwallowed = "lane swallowed";
-        /// A data lane is ten times slower than the others.
+        /// A data lane becomes ten times slower.
         LaneSlow = "lane slow";
         /// Lanes cannot connect for a while.
         NoNewLanes = "no new lanes";
@@ -106,7 +106,7 @@ kinds! {
 }
 
 kinds! {
-    /// Situations of which the tally counts the runs.
+    /// Situations. For each, the tally counts the runs in which it occurred.
     Passage {
         /// A control lane was lost and replaced during pre-copy.
         ControlResumed = "control lane resumed";
