@@ -447,8 +447,8 @@ impl Builder for Machines {
                 text: "16 huge pages are missing".into(),
             });
         }
-        // With this fault, the destination's region of device state has another length than the
-        // source's. The engine must detect the difference.
+        // With the fault `destination memory`, the destination's region of device state has another
+        // length than the source's. The engine must detect the difference.
         let other = u32::from(self.fail.contains(&"destination memory")) * 2;
         let vm = Vm::new(self.sections + other, self.huge, &self.calls, &self.fail);
         self.built = Some(Arc::clone(&vm));
