@@ -14,7 +14,7 @@ const PART_BYTES: usize = 256 << 10;
 /// The time without an accepted byte after which a stalled channel counts as full.
 const FULL: Duration = Duration::from_millis(300);
 
-/// The result of a turn.
+/// The rate and the cost of a bulk transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moved {
     pub(super) gib_per_s: f64,

@@ -1,9 +1,9 @@
-//! `cargo xtask bench long-line`: migrations over a line with a long round trip.
+//! `cargo xtask bench long-line`: migrations over a network path with a long round trip.
 //!
 //! Source and destination are two network namespaces. A thread delays the packets between them by
-//! half of the round trip, so TCP sees a line with a long round trip. The guest is idle, and each
-//! lane is paced by the kernel, so the line's capacity is the same at every round trip. The
-//! benchmark measures the rate of the first pass, and of the whole migration.
+//! half of the round trip, so TCP sees a path ("line") with a long round trip. The guest is idle,
+//! and each lane is paced by the kernel, so the path's capacity is the same at every round trip.
+//! The benchmark measures the rate of the first pass, and the duration of the whole migration.
 //!
 //! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's
 //! own figures show which buffer limits a lane: of the time in which the lane had data to send, the
