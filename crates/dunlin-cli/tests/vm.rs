@@ -1,4 +1,4 @@
-//! `dunlin vm`: VMs migrate between processes on this host.
+//! `dunlin vm` and `dunlin demo`: VMs migrate between processes on this host.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -431,8 +431,8 @@ fn poke(pid: u32, memory_bytes: u64) {
 fn i3_the_demo_fails_if_the_memories_differ() {
     let Some(_turn) = kvm() else { return };
     for (child, event) in [(0, "accepted"), (1, "progress")] {
-        // The first progress line comes before the end of the first pass, and the page is sent at the
-        // start of that pass.
+        // The first progress line comes before the end of the first pass, and the page is sent at
+        // the start of that pass. So the page at the source is changed after it was sent.
         let demo = Process::follow(words("demo --memory 1G"), Path::new(""));
         demo.wait_for_any(&[event, "iterated"]);
         // The destination is the first child, because it starts first.
