@@ -57,7 +57,7 @@ const LAYERS: [(&str, &[&str]); 10] = [
     ),
 ];
 
-/// Crates that a VMM author must not have to compile.
+/// Names, or parts of names, of crates that a VMM author must not have to compile.
 const NOT_FOR_A_VMM: [&str; 5] = [
     "kvm",
     "netlink",

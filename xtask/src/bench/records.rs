@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn records_carry_every_byte_and_the_end() {
-        // The length is not a multiple of a record, and longer than a buffer.
+        // The length is not a multiple of a record's length, and the bytes need several buffers.
         let sent: Vec<u8> = (0..PIECE_BYTES * 3 + 1000).map(|at| at as u8).collect();
         let (sender, near) = pair();
         let (middle, other_middle) = pair();

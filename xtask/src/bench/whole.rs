@@ -285,7 +285,7 @@ pub(super) struct Moved {
     pub(super) destination_peak_mib: f64,
 }
 
-/// Writes to and frees memory, as a migration before this one would. Call it right before the
+/// Writes to memory and frees it, as a preceding migration would. Call it right before the
 /// destination allocates its memory, because the host may reclaim freed memory within seconds.
 pub(super) fn touch(workload: &Workload) -> Result<()> {
     touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))

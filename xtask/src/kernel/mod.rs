@@ -114,7 +114,7 @@ impl Suite {
     }
 }
 
-/// Outcomes of a kernel's tests.
+/// The numbers of a kernel's tests by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Tests that passed.

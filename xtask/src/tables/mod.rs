@@ -146,7 +146,7 @@ fn block(root: &Path, table: &Table) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// The command, the host and the conditions of a run.
+/// A text with the command, the host, the date, the conditions and the number of rounds of a run.
 fn conditions(kept: &Kept) -> Result<String> {
     let run = &kept.run;
     let commit = run.commit.as_ref();
