@@ -2,9 +2,10 @@
 //! start.
 //!
 //! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
-//! access only to the files that the process needs, and few system calls. New threads inherit the
-//! confinement, so it must be applied before the process starts a second thread.
-//! docs/decisions/0010-confinement.md gives the reasons. The parts, for a VM's process without
+//! access only to the files that the process needs, and few system calls. Only the thread that
+//! applies the confinement and the threads that it starts later are completely confined, so this
+//! must happen before the process starts a second thread. docs/decisions/0010-confinement.md gives
+//! the reasons. The parts, for a VM's process without IPsec lanes:
 //! IPsec lanes:
 //!
 //! | part | what remains |
@@ -249,7 +250,7 @@ impl ConfiningService {
     }
 }
 
-/// The parts of the confinement that are in force so far, and those that the kernel lacks.
+/// The parts of the confinement that are in force so far, and the reasons why others are not.
 struct Applied {
     whole: bool,
     by: Vec<String>,

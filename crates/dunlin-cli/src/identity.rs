@@ -173,7 +173,7 @@ pub(crate) fn load_identity(
     Ok((identity, warnings.iter().map(ToString::to_string).collect()))
 }
 
-/// TLS settings of a control lane to `to`, with the warnings from loading the identity.
+/// TLS settings for a client of `to`, with the warnings from loading the identity.
 pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Source, &common.reading)?;
     let peers = if common.peers.is_empty() {
@@ -187,7 +187,7 @@ pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<St
     Ok((identity.client(&common.records.crypto()?, peers)?, warnings))
 }
 
-/// The identity of a process that accepts sources.
+/// The identity of a process that accepts peers.
 pub(crate) struct Accepting {
     pub(crate) tls: ServerTls,
     common: Common,
@@ -232,8 +232,8 @@ impl Accepting {
     }
 }
 
-/// Returns the settings and the identity of a process that accepts sources, with the warnings from
-/// loading the identity.
+/// Returns the TLS settings and the identity of a process that accepts peers, with the warnings
+/// from loading the identity.
 fn accept_with(common: &Common) -> Result<(ServerTls, Identity, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Destination, &common.reading)?;
     let tls = identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?;

@@ -75,8 +75,8 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
-    /// The parts of the confinement that are in force in this process, and those that the kernel
-    /// does not support.
+    /// The parts of the confinement that are in force in this process, and the reasons why others
+    /// are not.
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
@@ -258,8 +258,8 @@ impl FailedLine {
     }
 }
 
-/// Used as an error if another process rejected a request or failed to carry it out. The line
-/// contains the reason.
+/// Also an error, either as another process sent it, or as created in this process with a fault
+/// code.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {

@@ -58,7 +58,8 @@ impl Process {
         self.child.id()
     }
 
-    /// Reads lines until `wanted` returns a value for one.
+    /// Reads lines until `wanted` returns a value for one. Fails if the child reports a failure or
+    /// ends.
     pub(crate) fn wait_for<T>(&mut self, wanted: impl Fn(Line) -> Option<T>) -> Result<T> {
         loop {
             let mut text = String::new();

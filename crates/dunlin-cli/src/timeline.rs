@@ -10,10 +10,10 @@ use std::time::Instant;
 use dunlin_lane::sync::lock;
 use serde_json::{Map, Value, json};
 
-/// The number of events after which iterations and lanes are left out. The limit is necessary,
-/// because the number of iterations is not limited. The session, the switchover and their steps end
-/// last and are always kept. An iteration lasts at least 5 ms, so 10,000 events cover at least 50 s
-/// of iterations. 10,000 events take about 2 MiB.
+/// The number of events after which iterations, lanes and the opening of lanes are left out. The
+/// limit is necessary, because the number of iterations is not limited. The session, the switchover
+/// and their steps end last and are always kept. An iteration lasts at least 5 ms, so 10,000 events
+/// cover at least 50 s of iterations. 10,000 events take about 2 MiB.
 const MAX_EVENTS: usize = 10_000;
 
 /// The start and the events of the timeline that is being recorded. There is only one, because a

@@ -34,7 +34,7 @@ impl Common {
         Ok(())
     }
 
-    /// The libraries to measure.
+    /// The crypto libraries to measure.
     pub(super) fn providers(&self) -> Vec<Provider> {
         match self.provider {
             Some(provider) => vec![provider],

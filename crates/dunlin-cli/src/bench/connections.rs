@@ -17,7 +17,7 @@ const LANES: [usize; 5] = [1, 2, 4, 8, 16];
 /// Bytes that Cloud Hypervisor sends on a connection before it waits for the destination's answer
 /// (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
 const STOP_AND_WAIT_BYTES: f64 = (64 << 20) as f64;
-/// Duration of the transfer on each lane in seconds, unless the memory is too small. It is long
+/// Duration of a transfer in seconds; less if the memory is too small for it. The duration is long
 /// enough to make the start-up of a connection's pacing negligible.
 const SECONDS: u64 = 1;
 const PINGS: u32 = 200;

@@ -53,7 +53,7 @@ const SESSION: [u8; 16] = *b"dunlin bench ---";
 /// Lanes between two hosts.
 #[derive(Debug, Args)]
 pub(super) struct BetweenHosts {
-    /// Accept lanes from another host at this address, until killed.
+    /// Listen at this address for lanes from another host, until killed.
     #[arg(
         long,
         value_name = "ADDR",
@@ -67,8 +67,8 @@ pub(super) struct BetweenHosts {
     /// Directory with this host's certificates, for lanes between two hosts.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
-    /// A name that the other host's certificate must contain [default: the host of --to, or any
-    /// certificate of the authority].
+    /// A name that the other host's certificate must contain [default: with --to, its host; with
+    /// --listen, any certificate of the authority].
     #[arg(long, value_name = "NAME|PIN")]
     peer: Vec<String>,
     #[command(flatten)]
@@ -222,7 +222,7 @@ fn admit(
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
                 // Ignore the error. Either a lane failed, and the error has been printed, or the
-                // host that measures has disconnected.
+                // host that measures has disconnected or sends no more requests.
                 let _ = answer(&own, &ends);
             })?;
             *measured = Some(Measured { control, ended });

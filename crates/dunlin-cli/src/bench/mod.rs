@@ -28,7 +28,7 @@ pub(crate) enum Command {
     Whole(whole::Whole),
 }
 
-/// Returns the exit code.
+/// Runs one bench; returns the exit code.
 pub(crate) fn run(command: &Command) -> Result<i32> {
     match command {
         Command::Lanes(bench) => bench.run(),

@@ -122,7 +122,8 @@ impl Rig {
 /// The work of one thread.
 pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
-/// Runs every piece of work on its own thread. All threads start at the same time.
+/// Runs every piece of work on its own thread; returns the time that they took. All threads start
+/// at the same time.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {
@@ -159,7 +160,7 @@ pub(super) fn connection() -> Result<(TcpStream, TcpStream)> {
     Ok((near, listener.accept()?.0))
 }
 
-/// Both ends of a lane after its handshake.
+/// Both ends of a new lane, ready for data.
 fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceiver)> {
     let (near, far) = connection()?;
     let Some((client, server)) = tls else {
@@ -211,7 +212,7 @@ pub(super) fn send(
     }
 }
 
-/// The work of a lane's thread at the destination.
+/// The work of a lane's thread at the destination. It receives chunks until the lane ends.
 pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
     let mut header = [0; HEADER_BYTES];
     while receiver.next(&mut header, None)? {

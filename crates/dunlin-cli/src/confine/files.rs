@@ -18,8 +18,8 @@ use super::needs::Needs;
 use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
-/// The Landlock version of Linux 6.12. All of its restrictions are used, and of newer ones only
-/// `AccessFs::ResolveUnix`.
+/// The Landlock version of Linux 6.12. A VM's process uses all of its restrictions except that of
+/// TCP connections, and of newer ones only `AccessFs::ResolveUnix`.
 const ALL: ABI = ABI::V6;
 
 /// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of

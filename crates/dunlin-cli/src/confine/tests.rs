@@ -544,7 +544,7 @@ fn moved_in_the_kernel() -> Result<(), Errno> {
     nix::fcntl::splice(from, None, to, None, 1, flags).map(drop)
 }
 
-/// Waits with poll and epoll, after reading a thread's clocks.
+/// Waits with poll and epoll, after reading the monotonic clock and this thread's CPU time.
 fn waited() -> std::io::Result<()> {
     let limit = Some(clock::monotonic() + affinity::thread_cpu_time());
     let (waker, wakeup) = poll::waker()?;
@@ -588,7 +588,7 @@ fn mapped(file: Option<FileOffset>, access: libc::c_int) -> Result<(), Errno> {
     }
 }
 
-/// Writes code into a file in memory and maps it.
+/// Writes code into a file in memory, and maps the file as executable.
 fn executed_from_memory() -> Result<(), Errno> {
     let mut file = fs::File::from(memfd_create(c"code", MFdFlags::empty())?);
     file.write_all(&[0xc3; 4096]).map_err(number)?;

@@ -55,7 +55,7 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
     }))
 }
 
-/// A socket from `accept`, with the server name that its client sent.
+/// Describes a socket from `accept` as a JSON object, with the server name that its client sent.
 pub(super) fn accepted(arrived: &Arrived) -> String {
     let mut object = handed(&arrived.info, &arrived.chosen);
     object["sni"] = arrived.name.clone().into();

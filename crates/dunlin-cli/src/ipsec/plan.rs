@@ -15,7 +15,7 @@ use super::run::FIRST_SOURCE_PORT;
 use crate::code::DONE;
 use crate::options::{Cpus, parse_lanes};
 
-/// Default port of a plan: that of `dunlin vm receive` and of QEMU's documentation.
+/// Default port of a plan, as in the examples for `dunlin vm receive` and in QEMU's documentation.
 const PORT: &str = "4444";
 /// A plan's SPIs are examples. In a session, the receiver chooses SPIs at random.
 const FIRST_SPI: u32 = 0x1000;
@@ -127,8 +127,8 @@ impl Plan {
         Ok(steps.map(|step| ObjectLine::new(&step)).collect())
     }
 
-    /// The senders of one host that need SAs: the fallback, and each CPU that carries a lane or
-    /// each connection. `peers` is whether the host is the peer.
+    /// The senders of one host that need SAs: the fallback and, depending on the mode, each CPU
+    /// that carries a lane or each connection. `peers` is whether the host is the peer.
     fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
         let lanes = usize::from(self.lanes);
         let mut senders = vec![Sender::Fallback];

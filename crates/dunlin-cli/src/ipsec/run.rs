@@ -410,7 +410,7 @@ impl Sessions {
     }
 }
 
-/// Serves the control socket for [`Sessions`] until they have ended.
+/// The sessions of a process, with what its control socket needs to answer requests.
 struct Held {
     name: String,
     sessions: Mutex<Sessions>,

@@ -125,8 +125,8 @@ impl Resolve {
         Ok((&location).into())
     }
 
-    /// Shows the destination's answer; returns the question that the operator still has to decide,
-    /// if any.
+    /// Shows the destination's answer if it settles the session. Otherwise returns the question
+    /// that the operator still has to decide.
     fn take(&self, answered: &Line, entry: &Entry, record: &Record) -> Result<Option<String>> {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),

@@ -140,7 +140,8 @@ impl ControlService {
         socket.serve(self)
     }
 
-    /// Ends this process cleanly at the first signal, and immediately at the second.
+    /// At the first signal, ends this process cleanly, or only warns if it keeps a VM in doubt; at
+    /// the second, ends it immediately.
     pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
         let service = Arc::clone(self);
         start("signals", move || {
@@ -251,7 +252,8 @@ impl ControlService {
 
     // Methods for the VM that is here.
 
-    /// Takes the VM: from now on it has a status and accepts commands.
+    /// Takes the VM: from now on it has a status and accepts commands. If a signal came too late to
+    /// cancel the VM's arrival, only warns.
     pub(crate) fn hold(&self, vm: &Arc<Movable>) {
         let mut state = lock(&self.state);
         if matches!(state.holds, Holds::Arriving(_))

@@ -35,7 +35,7 @@ pub(crate) enum Command {
     Ask(migrate::Ask),
 }
 
-/// Returns the exit code.
+/// Runs one command; returns the exit code.
 pub(crate) fn run(command: Command) -> Result<i32> {
     match command {
         Command::Run(run) => run.run(),
