@@ -146,7 +146,7 @@ impl Captive {
 
 impl Drop for Captive {
     fn drop(&mut self) {
-        // The kernel restarts the interrupted call.
+        // With its old registers, the kernel restarts the interrupted call.
         let _ = ptrace::setregs(self.pid, self.registers);
         let _ = ptrace::detach(self.pid, None);
     }
@@ -159,7 +159,7 @@ fn stopped(pid: Pid) {
     }
 }
 
-/// Files that are not the process's: `read` and `removed`.
+/// Files outside the directories of a confined process: `read` and `removed`.
 fn foreign() -> Scratch {
     let scratch = Scratch::new();
     for name in ["read", "removed"] {
@@ -168,7 +168,7 @@ fn foreign() -> Scratch {
     scratch
 }
 
-/// What no confined process may do.
+/// Asserts that the process is denied everything that no confined process may do.
 fn assert_imprisoned(captive: &Captive, foreign: &Scratch) {
     let parent = u64::from(std::process::id());
     let inet = libc::AF_INET;

@@ -74,7 +74,8 @@ fn memfd_bytes(pid: u32) -> u64 {
         .sum()
 }
 
-/// Samples both processes until the work is done; returns the peaks outside the guests' memory.
+/// Samples both processes until the work is done; returns the result of the work, and the peaks
+/// outside the guests' memory.
 fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) -> (T, [u64; 2]) {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {

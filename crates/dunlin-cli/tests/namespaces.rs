@@ -15,7 +15,8 @@ use wires::{B, Wire};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// The number of repetitions of a test that depends on chance.
+/// The number of repetitions of a test that depends on chance: `few`, or ten times as many in the
+/// soak.
 fn rounds(few: u32) -> u32 {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         few * 10

@@ -1,5 +1,5 @@
-//! Tests of the guest without KVM. It migrates like a VM. On a host without /dev/kvm, errors
-//! suggest using it.
+//! Tests of the guest that needs no KVM. It migrates like a VM. On a host without /dev/kvm the demo
+//! uses it, and errors suggest it.
 #![allow(clippy::unwrap_used)]
 
 mod support;

@@ -38,7 +38,7 @@ fn the_page_of_flags_is_the_output_of_help() {
     );
 }
 
-/// Adds a command, then its subcommands.
+/// Adds a command to the page if it has no subcommands; otherwise adds each subcommand.
 fn add_command(words: &mut Vec<String>, page: &mut String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dunlin"));
     let done = command.args(&*words).arg("-h").output().unwrap();

@@ -126,7 +126,8 @@ fn a_drain_ends_at_its_deadline_with_exit_code_1() {
     drop(far);
 }
 
-/// Each of the tunnel's threads is confined, and a reload that needs more is refused.
+/// Each of the tunnel's threads is confined, and a reload that adds a program is refused. A tunnel
+/// that starts with a program is not confined.
 #[test]
 fn a_confined_tunnel_starts_no_programs() {
     let scene = Scene::new();

@@ -121,7 +121,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// The process's exit code and its last output.
+    /// Waits until the process ends; returns its exit code and its errors.
     fn end(mut self) -> (i32, String) {
         let code = exit_code(&mut self.child).unwrap();
         let mut said = String::new();

@@ -68,8 +68,8 @@ impl Scene {
         }
     }
 
-    /// Asserts the rate at which the near tunnel reads, by its own counters and clock. Other
-    /// processes on the machine may slow it down.
+    /// Asserts that the near tunnel reads at 80 to 105 percent of `limit`, by its own counters and
+    /// clock. Other processes on the machine may slow it down.
     fn assert_rate(&self, limit: u64) {
         let of = |status: &Value| {
             let bytes = status["routes"][0]["read_bytes"].as_f64().unwrap();

@@ -20,8 +20,8 @@ const SILENT_IN_SOAK: usize = 10_000;
 const EACH: usize = 250;
 /// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;
-/// The maximum number of the tunnel's open files. A tunnel has about 40 descriptors with a trunk
-/// and its lanes, and up to 64 unauthenticated connections.
+/// The maximum number of the tunnel's open files, besides one for each channel. A tunnel has about
+/// 40 descriptors with a trunk and its lanes, and up to 64 unauthenticated connections.
 const FILES: usize = 150;
 const GROWTH_BYTES: u64 = 32 << 20;
 
@@ -57,7 +57,7 @@ fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let mut channels = vec![scene.channel()];
     let (mut slowest, mut files) = (Duration::ZERO, 0);
     for number in 1..=count {
-        // If the descriptor limit of this process is lower, close the oldest connection.
+        // If this process has reached its limit of descriptors, close the oldest connection.
         if silent.len() == most {
             silent.pop_front();
         }

@@ -18,7 +18,7 @@ fn assert_within(began: Instant, seconds: u64) {
     assert!(bounds.contains(&took), "{took:?}, not {limit:?}");
 }
 
-/// Starts a migration with these flags, and returns its client.
+/// Starts a migration with these flags and waits until a lane is open; returns the client.
 fn under_way(hosts: &Hosts, source: &Process, destination: &Process, flags: &str) -> Process {
     let flags = format!("--peer b.test {flags}");
     let client = hosts.begin(source, destination, "a", &flags);

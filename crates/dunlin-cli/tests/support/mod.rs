@@ -65,7 +65,7 @@ impl Done {
         self.out.lines().map(parse).collect()
     }
 
-    /// The last line.
+    /// The last line of standard output as an object.
     pub fn last(&self) -> Value {
         self.lines()
             .pop()

@@ -25,8 +25,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// `pool.pem` is a host's self-signed certificate; it has no name that a client checks.
-    /// `other.pem` is another host's certificate.
+    /// Creates self-signed certificates of two hosts, `pool.pem` and `other.pem`. They contain no
+    /// name that a client checks.
     pub fn new() -> Self {
         let pool = Self {
             scratch: Scratch::new(),
@@ -40,7 +40,8 @@ impl Pool {
         self.scratch.join(name)
     }
 
-    /// Creates `NAME.pem` and `NAME.key`.
+    /// Creates a self-signed certificate in `NAME.pem`, and its key in `NAME.key`. `openssl` is the
+    /// program to run, with a wrapper in front of it if necessary.
     pub fn self_signed(&self, name: &str, more: &[&str], openssl: &str) {
         let mut words = openssl.split_whitespace();
         let mut command = Command::new(words.next().unwrap());
@@ -56,7 +57,8 @@ impl Pool {
         run(command);
     }
 
-    /// Creates a certificate and key, signed by the authority in `CA.pem`.
+    /// Creates a certificate in `NAME.pem` that the authority in `AUTHORITY.pem` has signed, and
+    /// its key in `NAME.key`.
     pub fn issued(&self, name: &str, authority: &str) {
         let request = self.path(&format!("{name}.csr"));
         let mut command = Command::new("openssl");
@@ -102,8 +104,8 @@ impl Pool {
             cert = of(&format!("{certificate}.pem")),
             key = of(&format!("{certificate}.key")),
         );
-        // stunnel reads the file before it reports its port, so another stunnel may replace the
-        // file after that.
+        // stunnel reads the file before it reports its port, so the next call may overwrite the
+        // file.
         let file = self.path("stunnel.conf");
         fs::write(&file, text).unwrap();
         let (process, port) = Process::stunnel(&file);
@@ -145,7 +147,8 @@ pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     command.args(["--send-fd", "0"]);
     let done = finish_with(command, theirs);
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-    // This waits for the end of file, which arrives only when no process has the other end open.
+    // Without a message, this waits for the end of file, which arrives only when no process has the
+    // other end open.
     let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
     assert_eq!(
         received.bytes,
