@@ -286,7 +286,7 @@ impl World<'_> {
         }
     }
 
-    /// Checks at the end of the run.
+    /// Checks where the VM is at the end of the run, and records the outcome.
     pub(crate) fn conclude(&mut self) {
         if self.failure.is_some() || self.ends.last() == Some(&End::GivenUp) {
             return;

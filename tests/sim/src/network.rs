@@ -257,7 +257,7 @@ impl World<'_> {
         }
     }
 
-    /// A packet may have arrived at the end `to`.
+    /// Processes the packets that have arrived at the end `to` of a connection.
     pub(crate) fn arrive(&mut self, id: usize, to: Side) {
         loop {
             let connection = &mut self.connections[id];

@@ -205,7 +205,7 @@ impl Writer {
     }
 }
 
-/// Returns a flag that is set whenever `c` arrives on the line.
+/// Returns a flag that is set whenever a line that begins with `c` arrives on standard input.
 fn commands() -> Arc<AtomicBool> {
     let asked = Arc::new(AtomicBool::new(false));
     let setter = Arc::clone(&asked);

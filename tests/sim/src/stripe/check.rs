@@ -100,7 +100,7 @@ impl World<'_> {
     }
 
     /// Called at the deadline for a reset. The side must have been informed of the reset by then,
-    /// unless a lane has been lost since the reset.
+    /// unless the control lane has been lost since the reset.
     pub(super) fn must_be_over(&mut self, index: usize, side: usize, epoch: u32) {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();
@@ -119,7 +119,8 @@ impl World<'_> {
         none(0) && none(1) && (self.control.is_quiet() || self.control.is_over())
     }
 
-    /// Checks after the last event.
+    /// Checks after the last event that every channel has ended and that the sides use no
+    /// resources.
     pub(super) fn finish(&mut self) -> Result<(), Violation> {
         for side in &mut self.sides {
             side.drain();

@@ -118,7 +118,7 @@ impl World<'_> {
         self.send_packet(self.lanes.len() - 1, Packet::OpenFor);
     }
 
-    /// The first packet of a lane has come at the side that sends on it.
+    /// The first packet of a lane has arrived at the side that sends on the lane.
     fn comes(&mut self, lane: usize) {
         self.lanes[lane].is_coming = false;
         let (side, number) = (self.lanes[lane].from, self.lanes[lane].number);
@@ -230,7 +230,8 @@ impl World<'_> {
 
     /// A sending thread seals and writes a piece.
     fn send(&mut self, lane: usize, data: Data, piece: Piece) {
-        // The simulated wire carries the encoder's output.
+        // The simulated wire carries values instead of bytes, so check here that the encoding can
+        // be decoded.
         let frame = Frame::Data(data);
         assert_eq!(Frame::decode(&frame.to_bytes()), Ok(frame));
         self.lanes[lane].frames += 1;
