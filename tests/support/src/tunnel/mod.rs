@@ -238,7 +238,7 @@ impl Pair {
     }
 }
 
-/// Connects to a unix socket on which no process accepts until its backlog is full.
+/// Fills the backlog of a unix socket on which no process accepts; returns the connections.
 pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
     let soon = || Instant::now() + Duration::from_millis(20);
     let (_waker, stop) = dunlin_linux::poll::waker().unwrap();
