@@ -28,7 +28,8 @@ const RIG: [&str; 2] = ["tests/rig", "xtask"];
 const TUNNEL: &str = "tunnel";
 /// The name prefix of the hand-off's test programs.
 const HANDOFF: &str = "handoff";
-/// The packages that [`built`] builds. Another selection would build many crates twice.
+/// The packages that [`built`] builds with one call of cargo, because calls for different packages
+/// would build many crates twice.
 const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
 /// The number of longest-running programs that the summary lists.
 const LONGEST: usize = 8;

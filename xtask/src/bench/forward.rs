@@ -15,7 +15,7 @@ use super::ends::Stream;
 use super::pair::LISTENING;
 use super::records::{self, PIECE_BYTES};
 
-/// Addresses of the forwarder.
+/// Arguments of the forwarder.
 #[derive(Args, Debug)]
 pub struct ForwardOptions {
     /// The side on which the bytes are in sealed records; by default neither side.

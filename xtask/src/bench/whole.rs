@@ -183,8 +183,8 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     for activity in [Activity::Idle, Activity::Writing] {
         turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
-    // Leave out Cloud Hypervisor with the guest that writes: it ends with a triple fault. The cause
-    // has not been found.
+    // Leave out Cloud Hypervisor with the guest that writes, because this guest ends with a triple
+    // fault. The cause has not been found.
     turns.retain(|turn| {
         !matches!(
             turn,
