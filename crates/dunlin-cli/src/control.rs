@@ -44,7 +44,7 @@ impl Socket {
             make_directory(directory, 0o755)?;
         }
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            if is_held(path).with_context(|| format!("cannot look up {}", path.display()))? {
+            if is_held(path).with_context(|| format!("cannot check {}", path.display()))? {
                 bail!(
                     "{} belongs to {owner} that is running: choose another --control (or, for a VM \
                      or a tunnel, another name)",

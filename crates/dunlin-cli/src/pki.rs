@@ -138,11 +138,11 @@ pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) ->
         .with_context(|| format!("invalid authority certificate in {}", ca.display()))?;
     let (uris, others): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|n| n.contains("://"));
     let mut params =
-        CertificateParams::new(others).context("a name is not a DNS name, IP address or URI")?;
+        CertificateParams::new(others).context("a --name is not a DNS name, IP address or URI")?;
     for uri in uris {
         let uri = uri
             .try_into()
-            .context("a URI contains non-ASCII characters")?;
+            .context("a URI of --name contains non-ASCII characters: percent-encode them")?;
         params.subject_alt_names.push(SanType::URI(uri));
     }
     params
@@ -184,7 +184,8 @@ fn show(directory: &Path, reading: &Reading, json: bool) -> Result<()> {
     }
     if shown == 0 {
         bail!(
-            "{} has no certificate for either side of a migration",
+            "{} has no certificate for either side of a migration: check the directory and \
+             --identity-layout",
             directory.display()
         );
     }

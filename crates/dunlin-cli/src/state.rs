@@ -53,7 +53,7 @@ impl StatePath {
         let directory = self.directory()?;
         let is_there = directory
             .try_exists()
-            .with_context(|| format!("cannot look up {}", directory.display()))?;
+            .with_context(|| format!("cannot access {}", directory.display()))?;
         if !is_there {
             return Ok(Vec::new());
         }
@@ -87,7 +87,8 @@ impl StatePath {
                 Ok((entry, record))
             }
             Ok(None) => bail!(
-                "the session has no record: it has just started, or ended before its first record"
+                "the session has no record: it has just started, or ended before its first record; \
+                 try again"
             ),
             Err(why) => {
                 Err(why.clone()).context("the journal of this session cannot be relied upon")

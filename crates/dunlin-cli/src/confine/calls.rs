@@ -268,7 +268,7 @@ fn install(
     let architecture = std::env::consts::ARCH.try_into()?;
     let filter = SeccompFilter::new(rules, otherwise, then, architecture)?;
     let program: BpfProgram = filter.try_into()?;
-    apply_filter_all_threads(&program).context("the kernel rejected the filter")
+    apply_filter_all_threads(&program).context("the kernel rejected the seccomp filter")
 }
 
 /// Calls allowed only with certain arguments.

@@ -93,7 +93,7 @@ impl Rules {
             make_directory(&needs.journal.join(IPSEC_RECORDS), 0o700)?;
         }
         Ok(Self {
-            ruleset: ruleset(needs, identities).context("cannot create the file rules")?,
+            ruleset: ruleset(needs, identities).context("cannot create the Landlock rules")?,
             newer: [&NEWER[..], &[(ABI::V4, "listening on TCP ports")]].concat(),
             files: if identities.is_empty() {
                 "reading any file"
@@ -122,7 +122,7 @@ impl Rules {
                 .add_rules(path_beneath_rules(sockets, AccessFs::RemoveFile))
         };
         Ok(Self {
-            ruleset: ruleset().context("cannot create the file rules")?,
+            ruleset: ruleset().context("cannot create the Landlock rules")?,
             newer: NEWER.to_vec(),
             files: "writing no file",
         })

@@ -153,7 +153,7 @@ impl Accept {
             [path] => vec![path; self.names.len()],
             paths if paths.len() == self.names.len() => paths.iter().collect(),
             paths => bail!(
-                "give one --to for all names, or one for each: names {}, --to {}",
+                "give one --to for all names, or one for each: there are {} --sni and {} --to",
                 self.names.len(),
                 paths.len()
             ),

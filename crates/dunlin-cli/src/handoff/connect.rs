@@ -103,10 +103,10 @@ impl Connect {
         }
         let mut out = io::stdout().lock();
         for (_, line) in &handed {
-            writeln!(out, "{line}").context("cannot write standard output")?;
+            writeln!(out, "{line}").context("cannot write to standard output")?;
         }
         // Flush before the socket is sent, because the receiver of the socket may end this process.
-        out.flush().context("cannot write standard output")?;
+        out.flush().context("cannot write to standard output")?;
         log::warn(warning);
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
         pass::send_sockets(to, CARRIER, &sockets, deadline)

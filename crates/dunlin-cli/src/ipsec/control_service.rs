@@ -263,9 +263,10 @@ fn ask(socket: &Path, request: Request) -> Result<Answer> {
         Request::Rekey | Request::Down => ANSWER_LIMIT,
     };
     let mut client = Client::ask(socket, "keying session", &request, Some(limit))?;
-    let answer: Answer = client
-        .next()?
-        .context("the process closed the connection")?;
+    let answer: Answer = client.next()?.context(
+        "the keying session's process closed the connection without an answer: it may have \
+         ended",
+    )?;
     match &answer.failed {
         Some(why) => bail!("{}: {}", clean(&answer.name), clean(why)),
         None => Ok(answer),

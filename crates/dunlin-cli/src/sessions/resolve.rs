@@ -110,9 +110,9 @@ impl Resolve {
             };
             let limit = self.doubt_limit + ANSWER_LIMIT;
             let mut client = request.ask_within(Path::new(&record.owner), Some(limit))?;
-            return client
-                .next()?
-                .context("the VM's process closed the connection");
+            return client.next()?.context(
+                "the VM's process closed the connection without an answer: it may have ended",
+            );
         }
         let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;

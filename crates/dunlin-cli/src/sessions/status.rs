@@ -60,7 +60,7 @@ impl Status {
                 Err(why) => {
                     code = FAILED;
                     let text = format!(
-                        "the journal of session {}, {}, cannot be relied upon: {why}; keep the \
+                        "the journal of session {} ({}) cannot be relied upon: {why}; keep the \
                          file, and find out where the VM is before you run the VM anywhere",
                         hex(&entry.session),
                         entry.role.name()

@@ -154,7 +154,7 @@ pub(crate) fn follow(
     let directory = &common.identity;
     let identity = directory
         .canonicalize()
-        .with_context(|| format!("there is no identity in {}", directory.display()))?;
+        .with_context(|| format!("cannot find the identity directory {}", directory.display()))?;
     let request = Request::Migrate {
         common: Common {
             identity,
@@ -215,7 +215,8 @@ fn until_end(
     // The process or its guest died. A *committing* line is the only evidence of how far the
     // migration had progressed.
     let failed = if committing {
-        let text = "the VM's process died after it sent commit to the destination: check there";
+        let text = "the VM's process died after it sent commit to the destination: check whether \
+                    the VM runs there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)
     } else {
         let text = "the VM's process died, and the VM with it";
