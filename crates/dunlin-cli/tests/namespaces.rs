@@ -113,8 +113,7 @@ struct Downtime {
     limit: f64,
     predicted: f64,
     source: f64,
-    /// The downtime that the guest measured; `None` if its first write of the clock at the
-    /// destination came too late.
+    /// The downtime as the guest saw it; `None` if its first beat at the destination came too late.
     guest: Option<f64>,
 }
 
