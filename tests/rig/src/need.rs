@@ -27,7 +27,7 @@ pub fn kvm() -> bool {
 /// Returns what was fetched from Debian, or `None` if the host has no network or is not Debian.
 ///
 /// # Panics
-/// Fetching failed for another reason.
+/// Fetching failed for another reason, or the environment has `CI=true`.
 pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
     match found {
         Err(error @ (DebianError::Fetch { .. } | DebianError::NotDebian(_))) => {
@@ -46,7 +46,7 @@ pub fn qemu() -> Option<Qemu> {
 /// Two hosts with libvirt, or `None` if hosts cannot be created or libvirt cannot be fetched.
 ///
 /// # Panics
-/// The hosts do not start.
+/// The hosts do not start, or something is missing and the environment has `CI=true`.
 #[must_use]
 pub fn libvirt() -> Option<Pair> {
     if !hosts() {

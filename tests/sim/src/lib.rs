@@ -1,7 +1,6 @@
-//! A simulator of a migration. The decisions are those of the real `dunlin-proto`, and a seed
-//! determines the run.
+//! A simulator of a migration. [`stripe`] is a second simulator, of two tunnels.
 //!
-//! It simulates two hosts, a network between them and a running guest, in virtual time and on one
+//! The first simulates two hosts, a network between them and a running guest, in virtual time and on one
 //! thread. `dunlin-proto` makes the decisions; the engine's own work is implemented here a second
 //! time, as simply as possible. One `u64` seed determines a whole run: [`Plan::new`] draws sizes,
 //! rates and faults from it, [`run`] executes the plan and asserts the invariants at every step,

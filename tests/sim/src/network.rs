@@ -229,7 +229,7 @@ impl World<'_> {
                 *at_ns = NEVER;
             }
         }
-        // On a data lane, the detection of a dead peer takes longer than that of a stall.
+        // On a data lane this takes longer than the source takes to find that the lane stalls.
         let periods = match self.connections[id].kind {
             Kind::Control => 1,
             Kind::Lane(_) => 3,

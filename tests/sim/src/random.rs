@@ -14,8 +14,8 @@ fn mix(mut z: u64) -> u64 {
 }
 
 impl Random {
-    /// Creates an independent generator for each `stream`, so that an additional draw from
-    /// one stream does not change the others. Shrinking depends on that.
+    /// Creates the generator of `stream`. Generators of different streams are independent: an
+    /// additional draw from one does not change the others. Shrinking depends on that.
     #[must_use]
     pub fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream.wrapping_add(GOLDEN))))

@@ -208,7 +208,7 @@ fn bulk(
     Ok(())
 }
 
-/// The ratios of a tunnel to stunnel and to the floor, if stunnel and the floor are measured too.
+/// The ratios of a tunnel to stunnel and to the floor, each only if that variant was measured too.
 fn ratios(
     variant: Variant,
     moved: Moved,

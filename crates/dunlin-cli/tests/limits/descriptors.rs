@@ -33,7 +33,7 @@ fn allow(process: &Process, more: usize) -> Option<()> {
     limit(process, free.nth(more).unwrap())
 }
 
-/// Sets the limit.
+/// Sets the limit of open descriptors. Returns `None` if this process may not do that.
 fn limit(process: &Process, count: usize) -> Option<()> {
     let mut prlimit = Command::new("prlimit");
     prlimit

@@ -3,7 +3,7 @@
 
 use dunlin::engine::journal::{Record, State};
 
-/// The first record of session `number`, which is in `state`.
+/// A record with `state` of the first attempt of session `number`.
 pub fn record(number: u8, state: State) -> Record {
     Record {
         state,

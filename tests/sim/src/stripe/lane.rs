@@ -13,7 +13,7 @@ use crate::plan::MS;
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Packet {
     Open,
-    /// The first packet of a lane on which the side that receives this packet sends.
+    /// Opens a lane on which the side that receives this packet will send.
     OpenFor,
     Data(Data, Piece),
     End(u64),

@@ -62,7 +62,8 @@ pub struct Talk {
     pub bite: u64,
     /// The time between two reads.
     pub bite_ns: u64,
-    /// Whether this side receives nothing until all other channels have ended.
+    /// Whether this side receives nothing until every channel has ended of which neither side
+    /// stalls.
     pub stalls: bool,
 }
 
