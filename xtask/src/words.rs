@@ -10,8 +10,8 @@ use clap::Args;
 
 /// The list, relative to the workspace.
 const LIST: &str = "tools/words";
-/// Files and folders that are not searched: the list itself, the licence, build output, generated test
-/// inputs, the interface lists in `api` (the check finds their names in the sources), recorded
+/// Files and folders that are not searched: the list itself, the licence, build output, generated
+/// test inputs, the interface lists in `api` (the check finds their names in the sources), recorded
 /// sessions, and decisions, which keep the words that were used when they were made.
 const SKIPPED: [&str; 11] = [
     "words",
@@ -254,7 +254,8 @@ fn matches(text: &[Word], start: usize, phrase: &[String]) -> bool {
             .all(|(word, (_, other))| word == other)
 }
 
-/// Splits a text. Line breaks and comment marks separate words, so that a phrase is found across lines.
+/// Splits a text. Line breaks and comment marks separate words, so that a phrase is found across
+/// lines.
 fn words(text: &str, offset: usize) -> Vec<Word> {
     let mut list: Vec<Word> = Vec::new();
     let mut end = 0;

@@ -3,8 +3,8 @@
 //! The two processes are `dunlin vm run` and `dunlin vm receive`, as on two hosts, with
 //! certificates made for this run. The guest checks every page that it visits, before and after the
 //! move. Both processes digest their memory outside the downtime, and the demo compares the digests
-//! (docs/decisions/0017-the-demos-check.md). Without KVM the guest consists of threads of a process,
-//! and the demo reports that.
+//! (docs/decisions/0017-the-demos-check.md). Without KVM the guest consists of threads of a
+//! process, and the demo reports that.
 
 use std::io;
 use std::path::PathBuf;

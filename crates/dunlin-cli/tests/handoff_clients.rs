@@ -163,8 +163,8 @@ fn script(pool: &Pool, text: &str) -> PathBuf {
     helper
 }
 
-/// A helper that succeeds without passing a socket, and leaves a process with its end of the caller's
-/// socket.
+/// A helper that succeeds without passing a socket, and leaves a process with its end of the
+/// caller's socket.
 const LEAVES_ONE: &str = "#!/bin/sh\n\
     sleep 600 </dev/null >/dev/null 2>&1 &\n\
     echo $! > \"$(dirname \"$0\")/left\"\n";

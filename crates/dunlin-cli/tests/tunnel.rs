@@ -166,8 +166,8 @@ fn a_confined_tunnel_starts_no_programs() {
     assert!(why.contains("exec"), "{why}");
 }
 
-/// The channels of a trunk outlive the certificate with which the trunk was dialled. New channels need
-/// a renewed one.
+/// The channels of a trunk outlive the certificate with which the trunk was dialled. New channels
+/// need a renewed one.
 #[test]
 fn i6_a_certificate_that_expires_opens_no_new_channel_until_it_is_renewed() {
     let hosts = Hosts::new();

@@ -408,8 +408,8 @@ fn the_demo_ends_with_one_object() {
     }
 }
 
-/// Sets a byte of guest memory in another process, in a page that the guest leaves to the VMM. Neither
-/// KVM nor the process logs the write.
+/// Sets a byte of guest memory in another process, in a page that the guest leaves to the VMM.
+/// Neither KVM nor the process logs the write.
 fn poke(pid: u32, memory_bytes: u64) {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let number = |text: &str| u64::from_str_radix(text, 16).unwrap();

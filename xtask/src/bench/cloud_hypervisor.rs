@@ -1,8 +1,8 @@
-//! Migrations of Cloud Hypervisor in `cargo xtask bench whole`, with the binary that `CLOUD_HYPERVISOR`
-//! names.
+//! Migrations of Cloud Hypervisor in `cargo xtask bench whole`, with the binary that
+//! `CLOUD_HYPERVISOR` names.
 //!
-//! This module controls the program over HTTP on a unix socket, as its own tool `ch-remote` does. The
-//! program's events and its guest's serial line arrive on standard error and standard output.
+//! This module controls the program over HTTP on a unix socket, as its own tool `ch-remote` does.
+//! The program's events and its guest's serial line arrive on standard error and standard output.
 
 use std::env;
 use std::ffi::OsString;

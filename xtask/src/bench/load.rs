@@ -35,8 +35,8 @@ fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Str
     Ok(open)
 }
 
-/// Sends `bytes` over each of `streams` channels simultaneously, and measures from the first byte to the
-/// last end of stream.
+/// Sends `bytes` over each of `streams` channels simultaneously, and measures from the first byte
+/// to the last end of stream.
 pub(super) fn bulk(
     site: &Site,
     pair: &Pair,

@@ -92,11 +92,11 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     Ok(())
 }
 
-/// Adds the command of an earlier commit as `dunlin-previous`. The command is linked with the host's C
-/// library, and the guest's packages may contain another version. The archive therefore contains the
-/// host's libraries, and a script runs the command through their loader (ld.so(8)). `stripped`
-/// receives a copy without debug information, which makes up two thirds of the file. The copy must
-/// exist until the archive is written.
+/// Adds the command of an earlier commit as `dunlin-previous`. The command is linked with the
+/// host's C library, and the guest's packages may contain another version. The archive therefore
+/// contains the host's libraries, and a script runs the command through their loader (ld.so(8)).
+/// `stripped` receives a copy without debug information, which makes up two thirds of the file. The
+/// copy must exist until the archive is written.
 fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Result<()> {
     const FOLDER: &str = "rig/previous";
     let printed = |command: &mut Command| -> Result<String> {
@@ -165,8 +165,8 @@ fn is_for_programs(path: &Path) -> bool {
     !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Excludes modules that the machine or the tests do not use. They are three quarters of all modules,
-/// and an emulated CPU would take seconds to unpack them.
+/// Excludes modules that the machine or the tests do not use. They are three quarters of all
+/// modules, and an emulated CPU would take seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {
         path.strip_prefix(Path::new("kernel").join(folder))

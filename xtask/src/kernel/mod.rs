@@ -1,8 +1,8 @@
 //! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
 //!
 //! The kernel of the build machine may lack kernel TLS or ESP. The tests run under the newest and
-//! the oldest supported kernel of Debian, in an emulated machine. docs/testing/kernel-tests.md explains
-//! how to add a test.
+//! the oldest supported kernel of Debian, in an emulated machine. docs/testing/kernel-tests.md
+//! explains how to add a test.
 //!
 //! - [`program`]: builds the tests and asks each for its requirements
 //! - [`initramfs`], [`archive`]: the guest's files; `init.sh` runs in the guest
@@ -51,9 +51,10 @@ pub struct KernelOptions {
     /// Fetches and builds everything the tests need, without running them.
     #[arg(long)]
     no_run: bool,
-    /// Runs only under this kernel: newest, oldest, former, a version as printed by `uname -r`, or a
-    /// prefix of a version. May be given several times. Default: newest and oldest. Former is an older
-    /// kernel, of the previous Debian release; by default, only the tests that require it run under it.
+    /// Runs only under this kernel: newest, oldest, former, a version as printed by `uname -r`, or
+    /// a prefix of a version. May be given several times. Default: newest and oldest. Former is an
+    /// older kernel, of the previous Debian release; by default, only the tests that require it run
+    /// under it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
     /// Boots the kernel, with the tests in the guest, and opens a shell. Needs exactly one kernel.
@@ -68,10 +69,10 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. If kernels
-    /// were named, every test runs. Otherwise the kernel of the previous Debian release runs only its
-    /// own tests. The other two kernels run all remaining tests if tests were named; if not, some tests
-    /// run under only one of the two.
+    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. If
+    /// kernels were named, every test runs. Otherwise the kernel of the previous Debian release
+    /// runs only its own tests. The other two kernels run all remaining tests if tests were named;
+    /// if not, some tests run under only one of the two.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,

@@ -35,7 +35,8 @@ pub struct Needs {
     pub packages: Vec<String>,
     /// Whether the guest needs the `dunlin` command.
     pub dunlin: bool,
-    /// Whether the guest also needs the previous version's `dunlin`, if `DUNLIN_PREVIOUS` names one.
+    /// Whether the guest also needs the previous version's `dunlin`, if `DUNLIN_PREVIOUS` names
+    /// one.
     pub previous: bool,
     /// Test programs of library crates.
     pub library_tests: Vec<String>,

@@ -1,8 +1,8 @@
 //! Kept results: files of JSON lines in `docs/benchmarking/results/`.
 //!
 //! The first line of a file describes the run. The others are the output of a benchmark's `--json`,
-//! unchanged: one object for the measurements under the same conditions, with each figure as `NAME`,
-//! `NAME_min` and `NAME_max`. A figure without a range has only `NAME`.
+//! unchanged: one object for the measurements under the same conditions, with each figure as
+//! `NAME`, `NAME_min` and `NAME_max`. A figure without a range has only `NAME`.
 
 use std::fs;
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! The minimum cost of any encrypted transfer of guest memory on this host. It is the sum of two
 //! measurements that use guest memory as lanes do.
 //!
-//! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection, and
-//!    another reads them into destination memory.
+//! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection,
+//!    and another reads them into destination memory.
 //! 2. [`seal_and_open`]: two threads for each lane, as many as a lane has. Each thread seals slices
 //! of source memory into its own buffer and opens the records into destination memory.
 //!

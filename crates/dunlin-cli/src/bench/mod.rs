@@ -1,5 +1,5 @@
-//! `dunlin bench`: the cost of lanes and migrations on this host. docs/benchmarking.md describes the
-//! figures.
+//! `dunlin bench`: the cost of lanes and migrations on this host. docs/benchmarking.md describes
+//! the figures.
 
 mod common;
 mod connections;

@@ -52,7 +52,8 @@ impl Manager {
         self.send(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
 
-    /// Reports that the service accepts no more connections and is waiting for the open ones to end.
+    /// Reports that the service accepts no more connections and is waiting for the open ones to
+    /// end.
     pub(crate) fn stopping(&self) {
         self.send("STOPPING=1\nSTATUS=waiting for connections to end");
     }

@@ -96,8 +96,8 @@ fn parse(line: &str) -> Value {
     value
 }
 
-/// Asserts that a migration failed with this fault code and party at fault, and that the VM is at the
-/// source.
+/// Asserts that a migration failed with this fault code and party at fault, and that the VM is at
+/// the source.
 pub fn assert_at_source(failed: &Value, fault: &str, at_fault: &str) {
     let fields = ["event", "fault", "at_fault", "vm"].map(|field| &failed[field]);
     assert_eq!(fields, ["failed", fault, at_fault, "at-source"], "{failed}");

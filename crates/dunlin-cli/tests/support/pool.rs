@@ -1,5 +1,5 @@
-//! A toolstack's side of the hand-off: a pool's certificates, a stunnel configured like xapi's, and a
-//! caller that receives sockets.
+//! A toolstack's side of the hand-off: a pool's certificates, a stunnel configured like xapi's, and
+//! a caller that receives sockets.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;

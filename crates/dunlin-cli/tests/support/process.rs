@@ -93,8 +93,8 @@ impl Process {
         Self { child, log }
     }
 
-    /// Starts stunnel, and returns its port. The configuration must have `accept = 127.0.0.1:0` and the
-    /// log level `info`.
+    /// Starts stunnel, and returns its port. The configuration must have `accept = 127.0.0.1:0` and
+    /// the log level `info`.
     pub fn stunnel(config: &Path) -> (Self, u16) {
         let mut command = Command::new("stunnel4");
         command.arg(config);

@@ -9,8 +9,8 @@ thread_local! {
 }
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-/// The system's allocator, for a test program's `#[global_allocator]`. Counts nothing until a thread
-/// calls [`count_this_thread`].
+/// The system's allocator, for a test program's `#[global_allocator]`. Counts nothing until a
+/// thread calls [`count_this_thread`].
 pub struct Counting;
 
 /// Starts or stops counting the allocations of the calling thread.

@@ -18,7 +18,8 @@ impl Thread {
     pub fn this() -> io::Result<Self> {
         extern "C" fn nothing(_: libc::c_int) {}
         let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: all zeros are a sigaction: an empty mask, no flags, and the default for a handler.
+        // SAFETY: all zeros are a sigaction: an empty mask, no flags, and the default for a
+        // handler.
         let action = unsafe { action.assume_init_mut() };
         // Without SA_RESTART the interrupted call returns.
         action.sa_sigaction = nothing as *const () as libc::sighandler_t;

@@ -43,8 +43,8 @@ impl World<'_> {
             .then_some(attempt.passes.pass_ns)
             .flatten()
             .map(|began_ns| {
-                // While pages are pending, a lane's thread wakes the main thread, and only the time limit needs
-                // a timer.
+                // While pages are pending, a lane's thread wakes the main thread, and only the time
+                // limit needs a timer.
                 let shortest_ns = began_ns + SHORTEST_PASS_NS;
                 if attempt.sending.schedule().pending_pages() == 0 {
                     shortest_ns

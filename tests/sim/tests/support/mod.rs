@@ -16,8 +16,8 @@ pub(crate) fn number(name: &str) -> Option<u64> {
     Some(text.parse().expect("a number"))
 }
 
-/// Runs the seeds from 0 to `seeds - 1`; returns the sum of their tallies, or the lowest failing seed
-/// that a thread found.
+/// Runs the seeds from 0 to `seeds - 1`; returns the sum of their tallies, or the lowest failing
+/// seed that a thread found.
 pub(crate) fn play<T: Default + Send>(
     seeds: u64,
     run: impl Fn(u64) -> Result<T, Violation> + Sync,

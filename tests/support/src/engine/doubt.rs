@@ -317,8 +317,8 @@ pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verd
     }
 }
 
-/// Opens a control lane for inquiries about a session, or returns the fault with which the destination
-/// refused.
+/// Opens a control lane for inquiries about a session, or returns the fault with which the
+/// destination refused.
 pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result<Peer, FaultCode> {
     inquirer_of(to, client, session, 1)
 }

@@ -1,5 +1,5 @@
-//! A VM for the engine's tests: ordinary memory, a writer thread in place of vCPUs, and a dirty log of
-//! the writes through vm-memory. The real engine migrates it over real sockets and real TLS.
+//! A VM for the engine's tests: ordinary memory, a writer thread in place of vCPUs, and a dirty log
+//! of the writes through vm-memory. The real engine migrates it over real sockets and real TLS.
 
 pub mod doubt;
 pub mod peer;
@@ -150,7 +150,8 @@ impl TestVm {
         }
     }
 
-    /// Runs the guest: a thread writes to the first `pages` pages in turn, with `delay` after each write.
+    /// Runs the guest: a thread writes to the first `pages` pages in turn, with `delay` after each
+    /// write.
     pub fn start(&self, pages: u64, delay: Duration) {
         *self.state.lock().unwrap() = RunState::Running;
         self.running.store(true, Ordering::SeqCst);
@@ -469,8 +470,8 @@ impl Receiving {
         }
     }
 
-    /// Waits until the destination has ended. With `cancel`, cancels the destination first, because a
-    /// destination without a session does not end on its own.
+    /// Waits until the destination has ended. With `cancel`, cancels the destination first, because
+    /// a destination without a session does not end on its own.
     pub fn finish(
         self,
         cancel: bool,

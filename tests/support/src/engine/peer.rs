@@ -110,7 +110,8 @@ impl Peer {
         bytes
     }
 
-    /// Sends a message. Returns false if the peer has closed the connection, which many tests expect.
+    /// Sends a message. Returns false if the peer has closed the connection, which many tests
+    /// expect.
     pub fn send(&mut self, message: &Message) -> bool {
         let bytes = self.encode(message);
         self.stream.send(&bytes).is_ok()

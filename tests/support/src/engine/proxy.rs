@@ -1,9 +1,9 @@
 //! A proxy between the two sides: it records traffic and injects network faults.
 //!
-//! Each connection has its own thread, which owns both sockets and sleeps until a socket is ready or
-//! the test has a request. A test injects a fault immediately ([`Proxy::strike`]), or in advance for a
-//! point in the stream to the destination ([`Proxy::strike_at`]). The proxy finds points inside TLS by
-//! the lengths of records, which are not encrypted.
+//! Each connection has its own thread, which owns both sockets and sleeps until a socket is ready
+//! or the test has a request. A test injects a fault immediately ([`Proxy::strike`]), or in advance
+//! for a point in the stream to the destination ([`Proxy::strike_at`]). The proxy finds points
+//! inside TLS by the lengths of records, which are not encrypted.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -171,8 +171,8 @@ impl Proxy {
         self.shared.lock().recorded.clone()
     }
 
-    /// Plans `fault` for a point that `connection` has not reached yet. The connection need not exist
-    /// yet.
+    /// Plans `fault` for a point that `connection` has not reached yet. The connection need not
+    /// exist yet.
     pub fn strike_at(&self, connection: usize, at: At, fault: Fault) {
         self.shared.lock().plans.insert(connection, (at, fault));
     }
@@ -199,7 +199,8 @@ impl Proxy {
         self.ask(connection, |link| link.release = true);
     }
 
-    /// Forwards the first `bytes` bytes of a connection to the destination, then holds the connection.
+    /// Forwards the first `bytes` bytes of a connection to the destination, then holds the
+    /// connection.
     pub fn hold(&self, connection: usize, bytes: u64) {
         self.strike_at(connection, At::Bytes(bytes), Fault::Hold);
     }
@@ -369,8 +370,8 @@ impl<'a> Relay<'a> {
                 read: true,
                 write: false,
             };
-            // poll(2) reports hangups and errors even for a socket with no requested events, so leave
-            // such sockets out.
+            // poll(2) reports hangups and errors even for a socket with no requested events, so
+            // leave such sockets out.
             let asked = [near, far].into_iter().filter(|one| one.read || one.write);
             let interests: Vec<Interest<'_>> = [woken].into_iter().chain(asked).collect();
             poll(&interests, None)?;
@@ -532,8 +533,8 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. If the error ended
-/// the relay, the other side would see its connection close.
+/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. If the error
+/// ended the relay, the other side would see its connection close.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),

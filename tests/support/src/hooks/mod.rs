@@ -1,6 +1,6 @@
 //! A VM with every feature that a VMM can have: a region with a hole, a region on huge pages, and a
-//! region for device state that is too large for sections. It records the order of the engine's calls
-//! on both sides.
+//! region for device state that is too large for sections. It records the order of the engine's
+//! calls on both sides.
 
 use std::io;
 use std::net::TcpListener;
@@ -126,8 +126,8 @@ impl GuestMemory for Combined {
     }
 }
 
-/// The dirty log of one of the memories. It reports pages with the index of that memory in the region
-/// table.
+/// The dirty log of one of the memories. It reports pages with the index of that memory in the
+/// region table.
 struct PartLog {
     index: usize,
     log: OwnWrites,
@@ -486,8 +486,8 @@ pub fn attempt(
             .cancel(&cancel)
             .run();
         if here.is_err() {
-            // The source may have failed before it reached the destination, which then waits until it
-            // is cancelled.
+            // The source may have failed before it reached the destination, which then waits until
+            // it is cancelled.
             give_up.cancel();
         }
         (here, there.join().unwrap())

@@ -26,8 +26,8 @@ const PEAK_LIMIT_BYTES: u64 = 64 << 20;
 /// `hostile_silence.rs` tests the lies that lead to these sessions.
 pub const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns a guard that allows one lie at a time, because the costs of a lie are measured for the whole
-/// process.
+/// Returns a guard that allows one lie at a time, because the costs of a lie are measured for the
+/// whole process.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -354,8 +354,8 @@ pub fn refused_by_destination(
 }
 
 /// Migrates a running VM to a lying destination, which executes `lie`. The source must fail with
-/// `fault` and an error that contains `text`, and report that the VM is at `at`. A VM that is still at
-/// the source keeps running, and its next migration, to an honest destination, succeeds.
+/// `fault` and an error that contains `text`, and report that the VM is at `at`. A VM that is still
+/// at the source keeps running, and its next migration, to an honest destination, succeeds.
 pub fn refused_by_source(
     row: &str,
     (fault, at, text): (FaultCode, VmIs, &str),
@@ -397,8 +397,8 @@ pub fn refused_by_source(
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
             || error.at_fault() == AtFault::Peer
-            // The error need not name the peer in two cases. A failed verification does not show which
-            // side's memory is wrong, and a reason given by the peer is the peer's own text.
+            // The error need not name the peer in two cases. A failed verification does not show
+            // which side's memory is wrong, and a reason given by the peer is the peer's own text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff

@@ -1,5 +1,5 @@
-//! Shared parts of the identity tests: authorities that issue every kind of certificate, and peers that
-//! verify nothing.
+//! Shared parts of the identity tests: authorities that issue every kind of certificate, and peers
+//! that verify nothing.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -296,8 +296,8 @@ pub fn careless_server(host: &Host, protocols: &[&[u8]]) -> rustls::ServerConfig
     config
 }
 
-/// Connects and waits until the other side, which runs Dunlin's code, rejects the connection. Returns
-/// the text with which Dunlin reports the rejection.
+/// Connects and waits until the other side, which runs Dunlin's code, rejects the connection.
+/// Returns the text with which Dunlin reports the rejection.
 pub fn drive_client(config: rustls::ClientConfig, mut stream: TcpStream) -> String {
     let name = "destination.test".try_into().unwrap();
     let mut connection = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
