@@ -102,9 +102,9 @@ fn cargo(arguments: &[&str]) -> String {
 }
 
 /// Checks which crates each crate depends on. The tests of a crate may use the same crates as the
-/// crate itself, and the crates for tests. The crates for tests may use any crate, except
-/// `dunlin-test-base`. Unit tests use `dunlin-test-base`, so it must not depend on a crate of the
-/// workspace. Otherwise cargo would build that crate twice.
+/// crate itself, and the crates for tests. Of the crates for tests, only `dunlin-test-base` is
+/// restricted. Unit tests use it, so it must not depend on a crate of the workspace: cargo would
+/// build that crate twice.
 #[test]
 fn crates_depend_downwards_only() {
     let metadata = cargo(&["metadata", "--no-deps", "--locked", "--format-version", "1"]);

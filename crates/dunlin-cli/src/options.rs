@@ -58,7 +58,8 @@ impl ControlPath {
         path.join(directory).join(format!("{name}.sock"))
     }
 
-    /// All control sockets in one of the subdirectories, including those of dead processes.
+    /// All control sockets in one of the subdirectories, including those of dead processes. If the
+    /// flag names a socket, only that socket.
     pub(crate) fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
         let path = self.path();
         if is_socket(&path) {

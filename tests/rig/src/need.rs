@@ -56,7 +56,7 @@ pub fn libvirt() -> Option<Pair> {
     Some(Pair::start().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// The bare guest in QEMU from Debian, on KVM if available.
+/// The bare guest in QEMU from Debian, on KVM if available; `None` if QEMU cannot be fetched.
 #[must_use]
 pub fn bare_guest(workload: Workload) -> Option<Setup> {
     let qemu = qemu()?;
