@@ -1,4 +1,4 @@
-//! Numbers of users and groups, from their names (getpwnam(3), getgrnam(3)).
+//! User and group IDs, looked up by name (getpwnam(3), getgrnam(3)).
 
 use std::ffi::{CString, c_char, c_int};
 use std::io;
@@ -38,8 +38,9 @@ pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     .map(|entry| entry.map(|entry| entry.gr_gid))
 }
 
-/// Calls a function of the C library that copies an entry, with a buffer that is large enough. The
-/// pointers in the returned entry are dangling.
+/// Calls a function of the C library that copies an entry into a buffer, with larger buffers until
+/// the entry fits. Returns `None` if no entry has this name. The pointers in the returned entry are
+/// dangling, because the buffer has been freed.
 fn find<T: Copy>(
     name: &str,
     call: impl Fn(*const c_char, *mut T, *mut c_char, usize, *mut *mut T) -> c_int,
@@ -60,7 +61,8 @@ fn find<T: Copy>(
         );
         match code {
             libc::ERANGE if buffer.len() < MOST_BYTES => buffer.resize(buffer.len() * 2, 0),
-            // Some databases report an unknown name by one of these errors (getpwnam(3)).
+            // For an unknown name the code is 0, or with some databases one of these errors
+            // (getpwnam(3)).
             0 | libc::ENOENT | libc::ESRCH if found.is_null() => return Ok(None),
             // SAFETY: the function has filled the entry, because `found` points to it.
             0 => return Ok(Some(unsafe { entry.assume_init() })),

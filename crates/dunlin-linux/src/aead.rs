@@ -36,7 +36,8 @@ impl GuestSealer {
 
     /// Seals the bytes of `pages` in order, followed by the byte `last`. Writes the ciphertext to
     /// `body`, followed by the tag over the ciphertext and `aad`. The length of `body` must be that
-    /// of the pages plus 1 plus [`TAG_BYTES`]. No two calls may use the same `nonce`.
+    /// of the pages plus 1 plus [`TAG_BYTES`]. No two calls with the same key may use the same
+    /// `nonce`.
     ///
     /// Returns `None` if `body` has another length, or if aws-lc fails. `body` must then not be
     /// sent.
@@ -216,7 +217,7 @@ impl Context {
         unsafe { self.update(aad.as_ptr(), null_mut(), aad.len()) }
     }
 
-    /// Encrypts or decrypts `length` bytes.
+    /// Encrypts or decrypts `length` bytes. If `to` is null, the bytes are associated data.
     ///
     /// # Safety
     /// `from` must be readable for `length` bytes. `to` must be null or writable for `length`

@@ -1,5 +1,5 @@
-//! Waits for many sockets at once (epoll(7)). By default a socket is reported once, and again only
-//! after the caller arms it again (`EPOLLONESHOT`).
+//! Waits for many sockets at once (epoll(7)). A socket that [`Epoll::add`] added is reported once,
+//! and again only after the caller arms it again (`EPOLLONESHOT`).
 //!
 //! If several threads wait on one set, each report goes to one of them. A socket leaves the set
 //! when its last descriptor is closed.
@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use crate::poll::timespec;
 
-/// The most reports that one call returns.
+/// The maximum number of sockets that one call of [`Epoll::wait`] reports.
 const REPORTS: usize = 64;
 
 /// The longest timeout of epoll_pwait(2), which takes milliseconds as an `int`.
@@ -53,7 +53,7 @@ impl Epoll {
     /// Creates an empty set.
     ///
     /// # Errors
-    /// The process has no free descriptors.
+    /// An error from epoll_create1(2), such as `EMFILE`.
     pub fn new() -> io::Result<Self> {
         Ok(Self(epoll::create(CreateFlags::CLOEXEC)?))
     }
@@ -122,8 +122,8 @@ impl Epoll {
         )?)
     }
 
-    /// Waits until a socket is ready or `timeout` has passed, and appends the sockets that are
-    /// ready to `ready`. After a signal it returns without adding any.
+    /// Waits until a socket is ready or `timeout` has passed. Appends to `ready` at most 64 of the
+    /// sockets that are ready. After a signal it returns without adding any.
     ///
     /// # Errors
     /// An error from epoll_pwait(2).

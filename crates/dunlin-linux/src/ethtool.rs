@@ -25,7 +25,8 @@ const FEATURES_LIMIT: u32 = 1024;
 /// the device's network namespace.
 ///
 /// # Errors
-/// An error from ioctl(2), such as `ENODEV`.
+/// `InvalidInput` if the device's name is too long, `InvalidData` if the kernel has more than 1024
+/// features; otherwise an error from ioctl(2), such as `ENODEV`.
 pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool)>> {
     // Query the number of features: `sset_mask` takes two words, and the result follows.
     let mut set = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_FEATURES, 0, 0];
@@ -52,7 +53,7 @@ pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool
     Ok(names.filter_map(of).collect())
 }
 
-/// Executes the command in `words`; the kernel overwrites it with the result.
+/// Executes the command in `words`. The kernel writes the result to `words`.
 fn ethtool(socket: &impl AsFd, device: &str, words: &mut [u32]) -> io::Result<()> {
     // SAFETY: `ifreq` consists of integers and pointers, all of which may be zero.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

@@ -56,8 +56,8 @@ pub fn send(
 ///
 /// # Errors
 /// `InvalidData` if the kernel dropped descriptors, because the message had more than [`MOST`] or
-/// this process has reached its limit; those that were received are closed. Otherwise an error from
-/// recvmsg(2).
+/// this process has reached its limit of open files. The descriptors that were received are closed.
+/// Otherwise an error from recvmsg(2).
 pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
     let mut control = RecvAncillaryBuffer::new(&mut room);

@@ -6,7 +6,7 @@
 //!
 //! The kernel refuses connections until the socket listens, so no process connects before the file
 //! has its owner and mode. The mode is set by the umask of a short-lived thread, and not by
-//! chmod(2), so that a confined process needs no permission to change the modes of other files.
+//! chmod(2), so that a confined process needs no permission to change the modes of files.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -38,7 +38,7 @@ pub struct FileAccess {
 }
 
 impl FileAccess {
-    /// These permissions, with those of `other` that are not `None` in their place.
+    /// Returns `other`, with each field that is `None` replaced by that of `self`.
     #[must_use]
     pub fn replaced_by(&self, other: &Self) -> Self {
         Self {
@@ -58,7 +58,8 @@ impl FileAccess {
 /// The device and the inode of a file.
 pub type FileId = (u64, u64);
 
-/// The identity of the file at `path`, which may be a link.
+/// The identity of the file at `path`. For a symbolic link, this is the identity of the link
+/// itself.
 ///
 /// # Errors
 /// An error from lstat(2).
@@ -71,8 +72,8 @@ pub fn file_id(path: &Path) -> io::Result<FileId> {
 ///
 /// # Errors
 /// `AddrInUse` if the path exists; `PermissionDenied` without the privilege to change the owner
-/// (`CAP_CHOWN`), or if another process has replaced the file; otherwise an error of the kernel. No
-/// file is left.
+/// (`CAP_CHOWN`), or if another process has replaced the file; otherwise an error of the kernel.
+/// After an error, a new file is removed if the process may remove it.
 pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, FileId)> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -200,7 +201,8 @@ mod tests {
         listener.accept().unwrap();
     }
 
-    /// What another process that may write to the directory can put in place of the socket.
+    /// Another process that may write to the directory puts another file in place of the socket.
+    /// The file is rejected.
     #[test]
     fn i7_the_owner_of_no_other_file_is_changed() {
         let scratch = Scratch::new();

@@ -61,7 +61,7 @@ pub enum MappingError {
         #[source]
         source: io::Error,
     },
-    /// There are fewer free huge pages than the guest needs.
+    /// There are fewer free huge pages than the region needs.
     #[error(
         "too few free huge pages for {bytes} bytes of guest memory: reserve {} pages \
          of 2 MiB (`sysctl vm.nr_hugepages=N`), or use another backing",
@@ -184,8 +184,8 @@ pub fn advise_huge_pages(memory: &TrackedMemory) {
     }
 }
 
-/// The number of times that [`aligned`] repeats the mapping. Once is enough unless other threads
-/// map memory concurrently.
+/// The maximum number of times that [`aligned`] repeats the mapping. Once is enough unless other
+/// threads map memory concurrently.
 const ALIGN_ATTEMPTS: usize = 4;
 
 /// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up. A huge
@@ -229,7 +229,7 @@ struct Placeholder {
 }
 
 impl Placeholder {
-    /// Returns `None` if the range is already mapped.
+    /// Returns `None` if the kernel refuses the mapping, for example because the range is in use.
     fn new(start: usize, bytes: usize) -> Option<Self> {
         let flags = libc::MAP_PRIVATE
             | libc::MAP_ANONYMOUS
@@ -295,7 +295,8 @@ mod tests {
         assert!(matches!(error, MappingError::HugePages { .. }), "{error}");
     }
 
-    /// The kernel may align private memory automatically, but not memfds.
+    /// Tests two kinds of backing, because the kernel may align private memory automatically, but
+    /// not memfds.
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {
@@ -311,7 +312,8 @@ mod tests {
         }
     }
 
-    /// Returns the number of bytes on huge pages after one write into the second of three blocks.
+    /// Returns the number of bytes on huge pages after one write into the second of three blocks of
+    /// 2 MiB.
     fn huge_after_a_write(backing: Backing, advise: bool) -> u64 {
         let memory = allocate(3 * HUGE_PAGE_BYTES, backing).unwrap();
         if advise {

@@ -28,7 +28,8 @@ pub const fn is_private(flags: i32) -> bool {
 /// Whether all bytes are zero. Uses AVX-512 or AVX2 if this CPU has it.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Most non-zero pages have a non-zero byte near the start, where this test is cheap.
+    // Most non-zero pages have a non-zero byte near the start, so the scalar test of the first
+    // bytes usually suffices.
     let (head, rest) = bytes.split_at(bytes.len().min(32));
     is_zero_scalar(head) && is_zero_wide(rest)
 }

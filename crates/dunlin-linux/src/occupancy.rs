@@ -6,8 +6,8 @@
 //!
 //! | memory | a hole is |
 //! | --- | --- |
-//! | private | an entry of /proc/self/pagemap without bits 62 and 63 |
-//! | shared, its file open here | a hole of that file, at the offset in /proc/self/maps |
+//! | private, not of a file | an entry of /proc/self/pagemap without bits 62 and 63 |
+//! | shared, its file open in this process | a hole of that file, at the offset in /proc/self/maps |
 //! | any other | unknown: everything may hold data |
 //!
 //! Reading the entries of 1 GiB takes 2 MiB of reads and populates nothing
@@ -180,7 +180,7 @@ fn by_entries(
     Ok(())
 }
 
-/// Whether private memory with this entry may hold data. Other bits do not count, because holes may
+/// Whether private memory with this entry may hold data. Other bits are ignored, because holes may
 /// have them too: soft-dirty (55) and write-protected by userfaultfd (57).
 const fn holds_data(entry: u64) -> bool {
     entry & (PRESENT | SWAPPED) != 0
@@ -268,8 +268,8 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// Opens the file of the mapping again. The existing descriptor and its duplicates share one
-    /// file position, and seeking would move it for the descriptor's owner.
+    /// Opens the file of the mapping again. Seeking on the existing descriptor would move the file
+    /// position, which its owner may use.
     fn open(&self) -> io::Result<File> {
         let is_mapped = |metadata: &fs::Metadata| {
             let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
@@ -444,7 +444,8 @@ mod tests {
         let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
         let file = region.file_offset().unwrap().file().try_clone().unwrap();
         file.write_all_at(&[1], 0).unwrap();
-        // A private mapping of a file: its unwritten pages are those of the file, which hold data.
+        // A private mapping of a file: its unwritten pages are those of the file, which may hold
+        // data.
         let private: MmapRegion = MmapRegion::build(
             Some(FileOffset::new(file, 0)),
             MIB as usize,

@@ -3,8 +3,8 @@
 //! Reading an untouched page costs time and, in shared memory, allocates the page. Instead this
 //! module uses `SEEK_DATA`/`SEEK_HOLE` on the file of a shared mapping (lseek(2)), and the
 //! PAGEMAP_SCAN ioctl for private memory (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst). The
-//! same ioctl reports, and resets, which pages were written in the memory that [`crate::uffd`]
-//! watches.
+//! same ioctl reports, and resets, which pages were written in memory that [`crate::uffd`] has
+//! registered.
 
 use std::fs::File;
 use std::io;
@@ -54,8 +54,8 @@ const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
 
-/// The maximum number of results of one call, in total 12 KiB. Scattered pages in a large mapping
-/// then cost few calls for each gibibyte.
+/// The maximum number of results of one call, in total 12 KiB. A gibibyte in which every second
+/// page is populated then takes 256 calls.
 const BATCH: usize = 512;
 
 /// Calls `found` with each populated range of bytes of `memory`, relative to its start and in
@@ -133,7 +133,7 @@ pub(crate) fn take_written(
     scan(pagemap, memory, filter, found)
 }
 
-/// Opens the page tables of this process for [`take_written`].
+/// Opens /proc/self/pagemap, the interface to the page tables of this process.
 pub(crate) fn open() -> io::Result<File> {
     File::open("/proc/self/pagemap")
 }

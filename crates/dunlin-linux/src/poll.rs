@@ -21,7 +21,7 @@ pub struct Interest<'a> {
 }
 
 impl<'a> Interest<'a> {
-    /// Waits until `descriptor` is readable.
+    /// Creates an interest in reading from `descriptor`.
     pub fn read(descriptor: &'a impl AsFd) -> Self {
         Self {
             fd: descriptor.as_fd(),
@@ -30,7 +30,7 @@ impl<'a> Interest<'a> {
         }
     }
 
-    /// Waits until `descriptor` is writable.
+    /// Creates an interest in writing to `descriptor`.
     pub fn write(descriptor: &'a impl AsFd) -> Self {
         Self {
             write: true,
@@ -38,7 +38,7 @@ impl<'a> Interest<'a> {
         }
     }
 
-    /// Waits for a hang-up or an error only.
+    /// Creates an interest in only a hang-up or an error of `descriptor`.
     pub fn failure(descriptor: &'a impl AsFd) -> Self {
         Self {
             read: false,

@@ -29,8 +29,8 @@ pub fn original_destination(socket: impl AsFd) -> io::Result<SocketAddr> {
     parse(&address, length).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Parses a `struct sockaddr_in` (16 bytes) or a `struct sockaddr_in6` (28 bytes). For IPv4 the kernel
-/// writes 16 bytes, and leaves the length at that of the buffer.
+/// Parses a `struct sockaddr_in` (16 bytes) or a `struct sockaddr_in6` (28 bytes). For IPv4 the
+/// kernel writes 16 bytes, but returns the length of the buffer.
 fn parse(address: &[u8; ADDRESS_BYTES], length: usize) -> Option<SocketAddr> {
     let (family, rest) = address.split_first_chunk::<2>()?;
     let (port, rest) = rest.split_first_chunk::<2>()?;

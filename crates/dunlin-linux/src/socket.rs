@@ -104,8 +104,8 @@ const BACKLOG_STEP: Duration = Duration::from_millis(10);
 /// without a limit (unix(7)). The stream is in non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken while it is full;
-/// otherwise an error from socket(2) or connect(2).
+/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken while it is full,
+/// `InvalidInput` if the path is too long; otherwise an error from socket(2) or connect(2).
 pub fn connect_unix(path: &Path, deadline: Instant, stop: &Wakeup) -> io::Result<UnixStream> {
     let stream = UnixStream::from(stream_socket(AddressFamily::UNIX)?);
     let address = SocketAddrUnix::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -135,7 +135,8 @@ pub fn unread_bytes(socket: impl AsFd) -> io::Result<u64> {
 /// The time left until `deadline`.
 ///
 /// # Errors
-/// `TimedOut` if no time is left, because a socket treats a timeout of zero as unlimited.
+/// `TimedOut` if no time is left. Zero is never returned, because a socket treats a timeout of zero
+/// as unlimited.
 pub fn remaining(deadline: Instant) -> io::Result<Duration> {
     deadline
         .checked_duration_since(Instant::now())

@@ -46,8 +46,8 @@ impl Conduit {
         self.held
     }
 
-    /// Moves the bytes that `from` has into the pipe and returns their number; zero means the end.
-    /// Call it only when the pipe is empty.
+    /// Moves the bytes that can be read from `from`, at most 64 KiB, to the pipe and returns their
+    /// number; zero means the end. Call it only when the pipe is empty.
     ///
     /// # Errors
     /// `WouldBlock` if `from` is in non-blocking mode and has no bytes; otherwise an error from

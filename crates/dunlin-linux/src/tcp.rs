@@ -1,5 +1,5 @@
-//! The kernel's state of a TCP connection, and how to make the kernel look up its route again
-//! (tcp(7)).
+//! The kernel's state of a TCP connection, and how to make the kernel look up the connection's
+//! route again (tcp(7)).
 
 use std::io;
 use std::mem::offset_of;
@@ -28,10 +28,10 @@ pub struct Silence {
 impl Silence {
     /// Whether the peer must answer and has sent nothing for `limit`.
     ///
-    /// Unacknowledged data alone is not sufficient, because a peer with a full buffer may drop data
-    /// and answer with an acknowledgement of earlier data, and the kernel doubles the time until
-    /// the next retransmission. The peer must answer only if this side sent data after the peer
-    /// last sent something.
+    /// Unacknowledged data alone is not sufficient: a peer with a full buffer may drop data and
+    /// acknowledge only earlier data. The kernel doubles the time until the next retransmission,
+    /// and until then the peer has nothing to answer. The peer must answer only if this side sent
+    /// data after the peer last sent something.
     ///
     /// Drawback: if the peer fails while its window is closed, this method detects the failure only
     /// after the next retransmission or the third probe; the kernel may wait two minutes between
@@ -153,6 +153,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
 /// setsockopt(2).
 pub fn send_window(socket: impl AsFd) -> io::Result<()> {
     // TCP_REPAIR_OFF also clears SO_REUSEADDR, without which no new listener could use the port.
+    // Restore it.
     let reuse = sockopt::socket_reuseaddr(&socket)?;
     option::set_int(&socket, libc::IPPROTO_TCP, libc::TCP_REPAIR, 0)?;
     Ok(sockopt::set_socket_reuseaddr(&socket, reuse)?)
@@ -203,7 +204,7 @@ mod tests {
         let (mut far, _) = listener.accept().unwrap();
         let since_heard = || silence(&far).unwrap().since_heard;
         let before = loop {
-            // The kernel counts in milliseconds, and some kernels count in steps of ten
+            // Wait until a shorter silence can be measured: some kernels count in steps of ten
             // milliseconds.
             match since_heard() {
                 silent if silent >= Duration::from_millis(100) => break silent,
@@ -219,7 +220,8 @@ mod tests {
         near.write_all(b"y").unwrap();
         near.read_exact(&mut [0]).unwrap();
         far.read_exact(&mut [0]).unwrap();
-        // A restarted server binds the port in this way, while connections are still open.
+        // A restarted server binds the port in this way while connections are still open. This
+        // fails if they lack SO_REUSEADDR.
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();
