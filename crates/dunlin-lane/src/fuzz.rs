@@ -1,6 +1,6 @@
-//! Fuzz targets of the lanes: the bytes of a connection before and after its peer is authenticated.
-//! Compiled for tests and with the feature `fuzzing` only; see [`dunlin_proto::fuzz`] for how to
-//! run them.
+//! Fuzz targets of this crate: the bytes of a connection before and after its peer is
+//! authenticated, certificates, and lists of denied certificates. Compiled for tests and with the
+//! feature `fuzzing` only; see [`dunlin_proto::fuzz`] for how to run them.
 
 use dunlin_proto::fuzz::Target;
 
@@ -46,7 +46,7 @@ mod tests {
         match target {
             "connection" => {
                 let mut seeds = vectors("opening/");
-                // The beginning of a record with a ClientHello that offers two cipher suites.
+                // A record with a ClientHello that offers two cipher suites.
                 let mut hello = vec![22, 3, 1, 0, 49, 1, 0, 0, 45, 3, 3];
                 hello.extend([7; 32]);
                 hello.extend([0, 0, 4, 0x13, 1, 0x13, 2, 1, 0, 0, 0]);

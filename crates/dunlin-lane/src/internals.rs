@@ -1,4 +1,5 @@
-//! The modules that the feature `unstable-internals` makes public. `lib.rs` re-exports them.
+//! The modules of this crate. With the feature `unstable-internals`, `lib.rs` re-exports the public
+//! ones.
 
 pub mod accept;
 pub mod admit;

@@ -5,7 +5,7 @@
 //! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
 //! bound, the loop evicts an older one that has made the least progress. A silent client therefore
 //! delays no other client. A thousand silent clients delay only each other (invariant I7), because
-//! a connection without progress cannot evict one with progress.
+//! connections without progress are evicted first.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -13,7 +13,7 @@
 //!               └─ 'D' (plain lane) ── opening ─┘        Arrival::Rejected
 //! ```
 //!
-//! Every connection begins as rustls's buffered type, fed with exactly one record at a time. The
+//! Every TLS lane begins as rustls's buffered type, which gets exactly one record at a time. The
 //! opening message decides what the connection becomes. A control lane keeps that type; for a data
 //! lane, the keys are extracted for [`super::record`]. No byte beyond the opening message has been
 //! read.
@@ -50,11 +50,11 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// each other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
-/// Accepts connections on `listener` until `stop` is woken, and passes each to `deliver`. Runs on
-/// the calling thread.
+/// Accepts connections on `listener` until `stop` is woken, and passes each result to `deliver`.
+/// Runs on the calling thread.
 ///
 /// # Errors
-/// The listener failed; pending connections are dropped.
+/// The listener or poll(2) failed; pending connections are dropped.
 pub fn accept(
     listener: &TcpListener,
     tls: &ServerTls,

@@ -191,9 +191,9 @@ impl ControlStream {
     /// [`STALL_LIMIT`].
     ///
     /// # Errors
-    /// [`ControlError::Deadline`] if nothing arrived; no data is lost. [`ControlError::Closed`] if
-    /// the peer closed the lane before the first byte, [`ControlError::Truncated`] if it closed the
-    /// lane after the first byte.
+    /// [`ControlError::Deadline`] if nothing arrived; no data is lost. [`ControlError::Stalled`] if
+    /// a further read took too long. [`ControlError::Closed`] if the peer closed the lane before
+    /// the first byte, [`ControlError::Truncated`] if it closed the lane after the first byte.
     pub fn receive_exact(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), ControlError> {
         let mut filled = 0;
         while filled < buffer.len() {

@@ -125,12 +125,13 @@ pub struct LaneRequest<'a> {
 
 /// Opens lanes of one kind: TLS, plain, or protected by IPsec.
 pub trait LaneDialer: Send + Sync {
-    /// Opens one lane without sending on it. Unless the lane is plain, the peer is authenticated.
-    /// Call this on the thread that will send on the lane, because the dialer may bind that thread
-    /// to one CPU.
+    /// Opens one lane without sending data on it. Unless the lane is plain, the peer is
+    /// authenticated. Call this on the thread that will send on the lane, because the dialer may
+    /// bind that thread to one CPU.
     ///
     /// # Errors
-    /// The deadline passed, another peer answered, or the request was cancelled.
+    /// [`DialError`], for example after the deadline or a cancellation, or if another peer
+    /// answered.
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError>;
 }
 

@@ -50,7 +50,8 @@ const LINGER: Duration = Duration::from_millis(500);
 /// An authenticated connection with the keys of both directions.
 #[derive(Debug)]
 pub struct Secured {
-    /// The connection. It has no timeouts set, and none of the peer's data has been read.
+    /// The connection. It has no timeouts set. None of the peer's data has been read, except the
+    /// opening message if this side accepted the connection.
     pub stream: TcpStream,
     /// The peer.
     pub peer: PeerIdentity,
@@ -96,7 +97,7 @@ pub struct Parameters {
 /// Makes a data lane from a connection that this side opened.
 ///
 /// # Errors
-/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
+/// [`HandshakeError`]. The connection is closed, after an alert if TLS failed.
 pub fn client(
     stream: TcpStream,
     tls: &ClientTls,
@@ -109,7 +110,7 @@ pub fn client(
 /// Makes a data lane from a connection that this side accepted.
 ///
 /// # Errors
-/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
+/// [`HandshakeError`]. The connection is closed, after an alert if TLS failed.
 pub fn server(
     stream: TcpStream,
     tls: &ServerTls,
@@ -130,7 +131,8 @@ fn secure<C: Unbuffered>(
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     let peer = peer_identity(connection.common(), &side.trust)?;
     let parameters = parameters(connection.common(), side.provider)?;
-    // Dunlin replaces lanes instead of renewing their keys, so it does not use the key updater.
+    // Dunlin replaces lanes instead of renewing their keys, so it does not need the object that
+    // derives the next keys.
     let (secrets, _) = connection.into_secrets()?;
     let records = records(&stream, secrets, parameters, side.offload)?;
     Ok(Secured {
@@ -242,9 +244,9 @@ pub(super) fn write_all(
     Ok(())
 }
 
-/// Waits until the peer has read this side's alert. Without this wait, the close could discard the
-/// alert: closing a socket with unread bytes resets the connection, and a reset discards data that
-/// the peer has not read yet.
+/// Waits for at most 500 ms until the peer closes the connection, so that the peer can read this
+/// side's alert. Without this wait, the close could discard the alert: closing a socket with unread
+/// bytes resets the connection, and a reset discards data that the peer has not read yet.
 pub fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;

@@ -60,7 +60,7 @@ pub struct Identity {
     options: LoadOptions,
 }
 
-/// The content of a host's certificate, for display.
+/// The content of a host's certificate and the number of the identity's other items, for display.
 #[derive(Clone, Debug)]
 #[cfg(feature = "unstable-internals")]
 pub struct Summary {
@@ -303,8 +303,9 @@ impl Identity {
         })
     }
 
-    /// Checks this host's certificate against its own trust anchors. A mismatch is only a warning,
-    /// because the peers' anchors may differ.
+    /// Checks this host's certificate against its own trust anchors and revocation lists. A chain
+    /// that does not reach an anchor is only a warning, because the peers' anchors may differ. A
+    /// revoked certificate is an error.
     fn check_chain(&self) -> Result<Option<Warning>, IdentityErrorKind> {
         let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
         let algorithms = handshake_algorithms();

@@ -68,10 +68,11 @@ pub enum Refused {
         /// The kernel's error.
         reason: String,
     },
-    /// The kernel's cipher is slower than the cipher of this process.
+    /// The kernel's cipher driver is slower than the crypto library of this process.
     #[error(
-        "this kernel's cipher driver is {driver}, which does not use the processor's AES instructions: \
-         load a driver that does (`modprobe aesni-intel`), or require kernel TLS explicitly"
+        "this kernel's cipher driver is {driver}, which is slow: load a driver that uses the processor's \
+         vector or AES instructions (for AES-GCM: `modprobe aesni-intel`), or require kernel TLS \
+         explicitly"
     )]
     Slow {
         /// The kernel's driver.
@@ -354,8 +355,8 @@ pub(crate) fn failed(error: impl fmt::Display) -> Refused {
     }
 }
 
-/// Converts the rejection of a key. If the connection has ended, the rejection says nothing about
-/// the kernel.
+/// Converts the rejection of a key. If the connection has ended, memory is short or a signal
+/// arrived, the rejection says nothing about what the kernel supports.
 fn refused(direction: Direction, error: &io::Error) -> Refused {
     let reason = error.to_string();
     match error.kind() {
@@ -393,9 +394,9 @@ fn try_give(
 }
 
 /// Returns the first nonce for the kernel. With AES-GCM in TLS 1.2 each record contains eight bytes
-/// of its nonce. The handshake derives them by adding the record number to the value from the key
-/// block. The kernel counts up from the value that it receives. If the kernel started at the key
-/// block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
+/// of its nonce. The handshake derives them as the XOR of the record number and the value from the
+/// key block. The kernel counts up from the value that it receives. If the kernel started at the
+/// key block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
 /// reveal the authentication key. So the kernel starts at a distance of 2^63.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
@@ -508,7 +509,7 @@ mod tests {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
             // The handshake's nonces have the same highest bit as the key block's value, because
-            // only small record numbers are added to that value.
+            // record numbers in a handshake are small, and XOR with them changes only low bits.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }

@@ -3,7 +3,7 @@
 //! | | |
 //! | --- | --- |
 //! | version | 1.3 only |
-//! | suites | those of [`Crypto`], AES-256-GCM first |
+//! | suites | those of [`Crypto`], by default AES-256-GCM first |
 //! | key exchange | X25519MLKEM768, then X25519; X25519 only with ring ([`provider`](super::provider)) |
 //! | certificates | required from both sides, same check for both (`trust`) |
 //! | protocol | [`ALPN`], required from both sides: identifies TLS peers that are not Dunlin |
@@ -47,8 +47,8 @@ use super::trust::Trust;
 pub use super::provider::OldestTls;
 pub use super::trust::bundle::{Bundle, TrustPolicy};
 
-/// The name of Dunlin's protocol in both hellos (ALPN, RFC 7301). Protocol versions are negotiated
-/// above TLS.
+/// The name of Dunlin's protocol, which each side sends in the handshake (ALPN, RFC 7301). Protocol
+/// versions are negotiated above TLS.
 pub const ALPN: &[u8] = b"dunlin";
 
 const VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13];

@@ -3,7 +3,8 @@
 //! ring and aws-lc-rs use different vector extensions. Which of them is faster depends on the
 //! processor, and one can be twice as fast as the other. [`fastest`](super::fastest) measures both
 //! for a few milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the
-//! handshake, because ring has no X25519MLKEM768; that choice does not affect speed.
+//! handshake, because ring has no X25519MLKEM768. The library of the handshake does not affect the
+//! speed of records.
 
 mod named;
 mod older;
@@ -199,8 +200,8 @@ pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
     handshake_provider().signature_verification_algorithms
 }
 
-/// The provider of the handshake, without its suites. Its library does not affect the speed of
-/// records.
+/// The provider of the handshake. The callers replace its cipher suites or do not use them. Its
+/// library does not affect the speed of records.
 fn handshake_provider() -> CryptoProvider {
     #[cfg(feature = "aws-lc-rs")]
     {
@@ -365,7 +366,8 @@ mod without {
 #[cfg(not(feature = "aws-lc-sys"))]
 pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
-/// Whether this library can seal records straight from guest memory and open them into it.
+/// Whether this library can seal records straight from guest memory and open them into it with this
+/// suite.
 pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
     cfg!(feature = "aws-lc-sys")
         && provider == Provider::AwsLcRs

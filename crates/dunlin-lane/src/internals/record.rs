@@ -97,10 +97,11 @@ pub enum OpenError {
          long: the peer does not use TLS, or another program wrote to the connection"
     )]
     NoRecord,
-    /// The length in the header is outside the range of RFC 8446.
+    /// A length is outside the range of RFC 8446, or the length in the header is not that of the
+    /// record.
     #[error("record length {bytes} from the peer is outside the range of RFC 8446")]
     Length {
-        /// The length of the record's body, as the record's header states it.
+        /// The length of the record's body or of its plaintext.
         bytes: usize,
     },
     /// The tag is invalid: the record was modified, reordered, dropped or sealed with another key.
@@ -195,8 +196,9 @@ impl std::fmt::Display for Alert {
                  keys"
             }
             43 => {
-                "it does not accept this host's certificate for this side of a connection: a source needs a \
-                 certificate for TLS clients, a destination one for TLS servers (extended key usage)"
+                "it does not accept this host's certificate for this side of a connection: the side that connects \
+                 needs a certificate for TLS clients, the side that accepts one for TLS servers (extended key \
+                 usage)"
             }
             44 => "it considers this host's certificate revoked: replace it",
             45 => "it considers this host's certificate expired: renew it, or correct the clocks",
@@ -207,9 +209,10 @@ impl std::fmt::Display for Alert {
             }
             51 => {
                 "it cannot verify a signature from this host: an authority that it trusts may have the same \
-                 name as the issuer of this host's certificate, but another key"
+                 name as the issuer of this host's certificate, but another key: give both hosts certificates \
+                 of one authority"
             }
-            70 => "it does not speak TLS 1.3",
+            70 => "it supports none of the TLS versions that this host offers",
             116 => "it requires a certificate and received none",
             _ => return Ok(()),
         };

@@ -29,7 +29,7 @@ pub enum Unavailable {
     /// IPsec is selected, but this process has no [`SealedLanes`].
     #[error("IPsec lanes are selected, but this process was not set up for them")]
     NoIpsec,
-    /// Plain lanes are selected, but this side does not allow it (invariant I6).
+    /// Plain lanes are selected, but this side does not allow them (invariant I6).
     #[error("this side does not allow plain lanes")]
     PlainNotAllowed,
 }

@@ -28,8 +28,8 @@ pub enum Pause {
     To(io::Error),
 }
 
-/// Stops both directions of a connection. A direction that does not wait at that time stops at its
-/// next wait.
+/// Stops both directions of a connection. A direction that is not waiting at that time stops before
+/// its next step.
 #[derive(Debug)]
 pub struct Stop {
     is_requested: AtomicBool,
@@ -193,7 +193,7 @@ mod tests {
             set_reset_on_close(&near).unwrap();
             drop(near);
             let Pause::From(error) = carrier.join().unwrap() else {
-                panic!("the sender failed");
+                panic!("the sender's failure was not reported");
             };
             assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
         });

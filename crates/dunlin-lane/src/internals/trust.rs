@@ -10,7 +10,7 @@
 //! Revocation takes precedence over a pin. A chain can only use certificates that the peer sends,
 //! so the peer's own certificate is first looked up in the local lists by issuer and serial number,
 //! without a chain. rustls derives the alert from the error, so the verifier returns rustls's own
-//! error if one exists; [`take_untrusted`] holds details that those errors cannot carry.
+//! error if one exists; [`take_untrusted`] returns details that those errors cannot carry.
 
 /// The signature checks that all verifiers share, using the verifier's `algorithms`.
 macro_rules! verify_signatures_with_own_algorithms {

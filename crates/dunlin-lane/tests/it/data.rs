@@ -1,4 +1,4 @@
-//! Frames over TLS and plain lanes, and every way in which a data lane ends.
+//! Frames over TLS and plain lanes, and the ways in which a data lane ends.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};

@@ -1,5 +1,6 @@
-//! Handshakes that must fail, their errors on both sides, and what the peer has received by then;
-//! identities that must not load.
+//! Handshakes: how a peer is identified and recognised again, errors on both sides, and what the
+//! peer has received when a handshake fails. Also identities that must not load, and dials that
+//! fail.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::fs;
@@ -176,8 +177,8 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         // A name is allowed: certificates with that name from that authority match. A wildcard in a
         // certificate matches the name too.
         (Some(vec![NAME]), vec![0, 1, 2, 6]),
-        // A wildcard, or any peer, is allowed: a certificate matches only if it has all names of
-        // the first one, because other hosts may share one of the names.
+        // A wildcard, or any peer, is allowed: a certificate matches only if it has exactly the
+        // names of the first one, because other hosts may share one of the names.
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {

@@ -279,7 +279,7 @@ fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
     ));
     fs::remove_file(host.path(DENIED_FILE)).unwrap();
     assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
-    // The check gives the same result in every layout of the directory.
+    // The check gives the same result in the directory layouts of QEMU and libvirt.
     let own = self_signed(&wish(&[SOURCE]));
     for (certificate, key) in [
         ("server-cert.pem", "server-key.pem"),

@@ -1,4 +1,5 @@
-//! Records: the trace of RFC 8448, rustls as the peer, and damaged records.
+//! Records: the trace of RFC 8448, rustls as the peer, damaged records, padding, alerts, and
+//! limits.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};

@@ -10,7 +10,7 @@ use crate::internals::control::ControlStream;
 use crate::internals::handshake::Secured;
 use crate::internals::handshake::relay::Relayed;
 
-/// The result of one accepted connection.
+/// A result of accepting.
 #[expect(
     clippy::large_enum_variant,
     reason = "few exist at a time, and each is matched immediately"
@@ -64,7 +64,7 @@ impl LaneSocket {
     }
 }
 
-/// The result of one connection accepted for a relay.
+/// A result of accepting for a relay.
 pub enum RelayArrival {
     /// The peer is authenticated.
     Secured(Box<Relayed>),

@@ -64,16 +64,16 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     })
 });
 
-/// Sends arbitrary first bytes to a port for lanes, and to a port for relays.
+/// Sends arbitrary first bytes to an acceptor of lanes, and to one of a relay.
 pub fn fuzz_connection(bytes: &[u8]) {
     for purpose in [Purpose::Lanes(&TLS), Purpose::Relay(&TLS)] {
         connect(bytes, purpose);
     }
 }
 
-/// Sends arbitrary first bytes in two pieces, then closes. The connection must end on its own and
-/// stay within its memory bound; the only possible arrival is a plain lane with exactly the opening
-/// message that was sent.
+/// Sends arbitrary first bytes in two pieces, then closes. After the close the connection must have
+/// ended, within its memory bound. Only a plain lane can arrive, with exactly the opening message
+/// that was sent.
 fn connect(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();
     far.set_nonblocking(true).expect("the connection is open");

@@ -147,8 +147,8 @@ impl Pending {
         }
     }
 
-    /// Advances the connection until the socket would block (`false`) or the opening message is
-    /// complete (`true`).
+    /// Advances the connection until the socket would block (`false`), or the opening message (for
+    /// a relay: the handshake) is complete (`true`).
     fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
         loop {
             match &mut self.stage {

@@ -15,7 +15,8 @@ use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 /// [`FLIGHT_LIMIT_BYTES`](crate::internals::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state; all
 /// of them together use less than 8 MiB.
 pub const PENDING_LIMIT: usize = 64;
-/// Time from accepting a connection to the end of its opening message.
+/// Maximum time from accepting a connection to the end of its opening message (for a relay: of its
+/// handshake).
 pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why a connection was rejected.
@@ -26,7 +27,7 @@ pub enum RejectReason {
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
     /// The deadline passed.
-    #[error("the peer did not complete its opening message within {} s", OPENING_DEADLINE.as_secs())]
+    #[error("the peer did not complete its handshake and opening message within {} s", OPENING_DEADLINE.as_secs())]
     Deadline,
     /// The limit of pending connections was reached, so the connection was evicted in favour of a
     /// newer one.

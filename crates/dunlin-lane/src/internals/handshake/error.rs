@@ -81,7 +81,7 @@ pub enum HandshakeError {
     },
     /// The peer's certificate has the wrong extended key usage.
     #[error(
-        "the peer's certificate is not for its side of the connection (extended key usage): a source needs a certificate for TLS clients, a destination one for TLS servers"
+        "the peer's certificate is not for its side of the connection (extended key usage): the side that connects needs a certificate for TLS clients, the side that accepts one for TLS servers"
     )]
     WrongPurpose,
     /// A signature is invalid.
@@ -113,7 +113,7 @@ pub enum HandshakeError {
     Peer(PeerRefused),
     /// The two sides have no TLS parameters in common.
     #[error(
-        "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
+        "the peer and this host have no TLS parameters in common ({0}): both must allow the same version (lanes need TLS 1.3), suite and key exchange"
     )]
     Incompatible(String),
     /// The kernel rejected the connection's keys, or cannot seal and open records although that is

@@ -36,7 +36,7 @@ pub struct Keyed {
 /// Runs the handshake on a connection that this side opened.
 ///
 /// # Errors
-/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
+/// [`HandshakeError`]. The connection is closed, after an alert if TLS failed.
 pub fn client(
     stream: TcpStream,
     tls: &HandoffTls,
@@ -95,7 +95,7 @@ pub(super) fn finish<C: Unbuffered>(
         .iter()
         .map(|one| one.clone().into_owned())
         .collect();
-    // The socket's owner cannot renew keys, so the key updater is not used.
+    // The socket's owner cannot renew keys, so the object that derives the next keys is not needed.
     let (secrets, _) = connection.into_secrets()?;
     Ok(Keyed {
         stream,

@@ -39,7 +39,7 @@ pub struct Relayed {
 /// Runs the handshake on a connection that this side opened.
 ///
 /// # Errors
-/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
+/// [`HandshakeError`]. The connection is closed, after an alert if TLS failed.
 pub fn client(
     stream: TcpStream,
     tls: &ClientTls,
@@ -153,7 +153,7 @@ impl Greeting {
     }
 
     /// Returns the connection of a complete handshake for a hand-off, and the client's identity if
-    /// the client had to present a certificate.
+    /// the client presented a certificate.
     pub fn keyed(
         self,
         stream: TcpStream,

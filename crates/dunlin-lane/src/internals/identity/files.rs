@@ -15,7 +15,8 @@ use super::dated::Item;
 use super::error::{FILE_LIMIT_BYTES, IdentityErrorKind, Warning, bad_item};
 use super::options::LoadOptions;
 
-/// Reads a key, unless every user can read the file or the key is encrypted.
+/// Reads a key. Rejects an encrypted key and, unless the options allow it, a file that every user
+/// can access.
 pub(super) fn read_key(
     path: &Path,
     options: LoadOptions,

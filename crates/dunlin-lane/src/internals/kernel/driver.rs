@@ -33,7 +33,7 @@ impl Driver {
         best(&fs::read_to_string("/proc/crypto").ok()?, algorithm)
     }
 
-    /// Whether the driver uses the processor's AES instructions little or not at all.
+    /// Whether the driver uses generic code, at least in part.
     pub(super) fn is_slow(&self) -> bool {
         self.priority < FAST_PRIORITY
     }

@@ -30,8 +30,8 @@ pub struct HandoffTls {
 }
 
 impl HandoffTls {
-    /// Returns settings that offer `offer` to a peer trusted by `trust`, send `server` as SNI, and
-    /// present the certificate of `identity`.
+    /// Returns settings that offer `offer` to a peer trusted by `trust`. If given, `server` is sent
+    /// as SNI, and the certificate of `identity` is presented.
     ///
     /// # Errors
     /// [`SettingsError`].

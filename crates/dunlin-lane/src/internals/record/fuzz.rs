@@ -20,7 +20,7 @@ pub fn halves(choice: u8) -> (SealHalf, OpenHalf) {
     halves.expect("the library is built in and the key has the suite's length")
 }
 
-/// Passes records over a path that drops, modifies, truncates, repeats and delays them. The
+/// Passes records over a path that drops, modifies, truncates, extends and repeats them. The
 /// receiver may open only what was sealed, in order, and nothing after the first record that was
 /// tampered with.
 pub fn fuzz_records(bytes: &[u8]) {

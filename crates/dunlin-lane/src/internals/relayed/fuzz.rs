@@ -73,7 +73,7 @@ fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
 }
 
 /// Processes any records that an authentic peer may seal. Checks that a close ends the connection,
-/// that both sides agree on key renewals, and that all other messages use a bounded amount of
+/// that `messages` finds the same key renewals, and that all other messages use a bounded amount of
 /// memory (invariant I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);

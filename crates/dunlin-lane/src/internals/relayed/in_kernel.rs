@@ -65,7 +65,7 @@ pub struct Opening {
     asked: bool,
 }
 
-/// The content of a record that is not data.
+/// What a record that is not data means for the relay.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Held {
     /// The record does not concern the other side of the relay.
@@ -150,7 +150,8 @@ impl Sealing {
     /// [`Sealing::has_renewed`] after sending it.
     ///
     /// # Errors
-    /// [`RelayError::UsedUp`] in TLS 1.2, which has no key update.
+    /// [`RelayError::UsedUp`] in TLS 1.2, which has no key update. [`RelayError::Renewal`] if the
+    /// kernel cannot replace keys.
     pub fn renews(&self) -> Result<Option<Control>, RelayError> {
         let keys = &self.keys;
         let is_used_up = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);

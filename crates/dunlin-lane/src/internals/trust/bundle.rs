@@ -77,8 +77,9 @@ impl Bundle {
     }
 }
 
-/// webpki trusts every anchor as an authority. Without this check, each host of a pool could use
-/// its own key to issue certificates for the other hosts.
+/// Whether a certificate is that of an authority. webpki trusts every anchor as an authority.
+/// Without this check, each host of a pool could use its own key to issue certificates for the
+/// other hosts.
 fn is_authority(certificate: &CertificateDer<'_>) -> bool {
     X509Certificate::from_der(certificate).is_ok_and(|(_, certificate)| certificate.is_ca())
 }

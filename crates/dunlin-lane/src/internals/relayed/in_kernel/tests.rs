@@ -20,7 +20,8 @@ fn open() -> Opening {
     halves_without_kernel(Version::V1_3).1
 }
 
-/// Delivers a due key update to the other side, as if the kernel had installed its next key.
+/// Delivers a key update to the other side if one is due, as if the kernels had installed the next
+/// key. Returns whether one was due.
 fn renew(sealing: &mut Sealing, opening: &mut Opening) -> bool {
     let Some((content_type, update)) = sealing.renews().unwrap() else {
         return false;
