@@ -47,7 +47,7 @@ impl Vm {
     fn guest(&self) -> MutexGuard<'_, (RunState, u64)> {
         self.guest.lock().expect("no holder panics")
     }
-    /// Whether memory holds every number that the guest has written.
+    /// Whether each page holds the last number that the guest has written to it.
     pub(crate) fn is_whole(&self) -> bool {
         let next = self.guest().1;
         let read = |page| self.memory.read_obj(GuestAddress(page * 4096)).ok();

@@ -40,14 +40,14 @@ pub(crate) struct Vm {
 
 struct Machine {
     state: RunState,
-    /// Number of pages written by the guest, in ascending order over both regions.
+    /// Number of writes by the guest, to the pages of both regions in ascending order.
     guest: u64,
-    /// Number of pages written by the device, in descending order.
+    /// Number of writes by the device, to the pages in descending order.
     device: u64,
     throttle: u8,
 }
 
-/// The log that KVM keeps for a VM: one bit per page that the guest has written.
+/// A log like the one that KVM keeps for a VM: one bit per page that the guest has written.
 pub(crate) struct HypervisorLog(Vec<Vec<AtomicU64>>);
 
 impl HypervisorLog {
@@ -146,7 +146,7 @@ impl Vm {
         machine.throttle
     }
 
-    /// Whether memory holds everything that the guest and the device have written.
+    /// Whether each page holds what the guest and the device have last written to it.
     pub(crate) fn is_whole(&self) -> bool {
         let machine = self.machine();
         let all = PAGES[0] + PAGES[1];

@@ -187,7 +187,7 @@ pub enum Violation {
          workload"
     )]
     NothingWritten,
-    /// Guest memory, or something that the test needs, could not be read.
+    /// An operation of the test itself failed, such as reading guest memory.
     #[error("the test cannot continue")]
     Test(#[from] io::Error),
 }

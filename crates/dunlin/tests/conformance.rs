@@ -1,5 +1,5 @@
-//! The conformance kit: the examples' VMMs pass it, and it names the contract
-//! that a faulty VMM breaks.
+//! The conformance kit: the VMMs of two examples pass it, and it names the contract that a faulty
+//! VMM breaks.
 #![allow(clippy::unwrap_used)]
 #![allow(clippy::duplicate_mod, reason = "each example is complete by itself")]
 

@@ -1,6 +1,7 @@
-//! Tests that the source replaces a failed control lane, and that the migration continues. The
-//! control lane fails in every way and at every point of pre-copy. The tests use real sockets and a
-//! guest that writes.
+//! Tests that the source replaces a failed control lane, and that the migration continues: for each
+//! fault that the proxy can cause, at five points before the switchover, and several times in a
+//! row. A cancellation does not wait for the replacement. The tests use real sockets and a guest
+//! that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -433,7 +433,7 @@ fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     assert_eq!(there.states(), []);
 }
 
-/// Collects the records that are written.
+/// Collects the states of the records that are written, and the peer blocks.
 struct NotingDisk(Arc<Mutex<Vec<String>>>);
 
 impl Disk for NotingDisk {

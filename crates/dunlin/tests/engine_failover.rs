@@ -1,5 +1,6 @@
-//! Tests that a migration succeeds, with equal memories, if lanes fail in every way and at every
-//! point. The tests use real sockets and a guest that writes.
+//! Tests that a migration succeeds, with equal memories, if the proxy injects any of its faults in
+//! any phase of a lane, and if lanes are replaced, slow or unreachable. The tests use real sockets
+//! and a guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -28,7 +28,7 @@ type Row = (
     Option<VmIs>,
 );
 
-/// A migration that succeeds, and a failure at each step.
+/// A migration that succeeds, a failure at each step, and failures of a step and of its rollback.
 const TABLE: [Row; 15] = [
     (
         &[],

@@ -175,7 +175,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     let pages = (traffic.raw_pages, traffic.zero_pages);
     assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
     // Each page has its own range. If zero pages counted towards the limit of 64 pages per chunk,
-    // there would be 14 chunks. `frames` also includes the lane's marks and its end.
+    // there would be 14 chunks. `frames` also includes the lane's marks and its end, so there are
+    // fewer chunks than `frames`.
     let frames = traffic.header_bytes / 24 - (APART + TURNS);
     assert!(frames < 14, "{frames}");
     assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());
@@ -543,8 +544,8 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     let vm = running(8 << 20);
     let cancel = Cancel::new();
     let (warned, warning) = sync_channel(1);
-    // When the destination acquires the disks, it has committed. Acquiring lasts until the source
-    // has answered the cancellation.
+    // When the destination acquires the disks, the source has sent *commit*. The hook lasts until
+    // the source has warned that the cancellation is too late.
     let (same, warning) = (cancel.clone(), Arc::new(Mutex::new(warning)));
     let builder = TestBuilder {
         planted: Some(Box::new(move |vm| {

@@ -235,7 +235,7 @@ fn i7_lies_instead_of_accept_are_refused() {
         });
         until_it_hangs_up(&mut peer);
     });
-    // Offsets of the lane count and the endpoint count in *accept*.
+    // The offset of the lane count in *accept*. The endpoint count follows it.
     let lanes_at = CONTROL_HEADER_BYTES + 32;
     let lies: [(&str, usize, &[u8], &str); 3] = [
         ("no lanes", lanes_at, &[0, 0], "number of lanes"),
@@ -537,7 +537,8 @@ fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     }
 }
 
-/// After *commit*, *aborted* is a valid answer: the destination has recorded it.
+/// After *commit*, *cancel* is a valid answer: the destination sends it after it has recorded
+/// *aborted*.
 #[test]
 fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
     refused_by_source(

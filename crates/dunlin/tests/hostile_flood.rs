@@ -35,7 +35,8 @@ fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
     Some(stream)
 }
 
-/// Migrates 48 MiB at 32 MiB/s. Returns the time until the VM was accepted, and the total time.
+/// Migrates a VM of 48 MiB, half of it filled, at 32 MiB/s at most. Returns the time until the VM
+/// was accepted, and the total time.
 fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duration, Duration) {
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);

@@ -1,6 +1,6 @@
 //! Tests too few descriptors and too little memory, on either side. A separate process runs one
-//! role under a limit that rises step by step, so that every step of a session fails once. Each
-//! time the VM is on exactly one side, and the other process, if it survives, reports the reason.
+//! role under a limit that rises step by step, so that sessions fail at different steps. Each time
+//! the VM is on exactly one side, and the other process, if it survives, reports the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};

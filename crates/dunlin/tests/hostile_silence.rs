@@ -1,6 +1,6 @@
 //! Tests peers that stop, or continue without progress. The session ends at its time limit, but not
-//! before an honest, slow peer could have answered. These tests take ten seconds each and run in
-//! parallel, apart from the other hostile peers.
+//! before an honest, slow peer could have answered. Many of these tests take about ten seconds.
+//! They run in parallel, apart from the other hostile peers.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;

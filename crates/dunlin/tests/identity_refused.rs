@@ -1,5 +1,5 @@
-//! Tests peers that must be refused, and the errors of both sides, through the engine's API. Each
-//! peer has one row in a table. `--nocapture --test-threads 1` prints the table. The tests check
+//! Tests peers that must be refused, and the errors of both sides, through the engine's API. A
+//! table has a row for each case. `--nocapture --test-threads 1` prints the table. The tests check
 //! codes, alerts, names, pins and dates in the errors, but not the advice.
 #![allow(missing_docs, clippy::unwrap_used)]
 

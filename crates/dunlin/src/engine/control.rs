@@ -76,7 +76,7 @@ pub(crate) struct ControlLane {
     /// pong is ignored if no ping is outstanding.
     pinged: AtomicU64,
     silence_limit: Duration,
-    /// When the last message arrived.
+    /// When the last message arrived, in nanoseconds after `started`.
     received_ns: AtomicU64,
     pub(in crate::engine) backlog: Backlog,
     started: Instant,

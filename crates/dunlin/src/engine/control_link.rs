@@ -23,7 +23,7 @@ pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
     reader: JoinHandle<()>,
     pub(super) terms: ControlTerms,
-    /// Whether `lane` has ended.
+    /// Whether the session has taken the report that `lane` has ended.
     ended: Cell<bool>,
 }
 

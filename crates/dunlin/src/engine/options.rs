@@ -5,8 +5,8 @@ use std::time::Duration;
 use dunlin_proto::limits::MAX_SOCKET_PATH_BYTES;
 use thiserror::Error;
 
-/// An invalid option. The configuration of this side is at fault, and nothing has
-/// started: [`OptionError::option`] identifies the error, which has no fault code.
+/// An invalid option. The configuration of this side is at fault, and nothing has started. The
+/// error has no fault code; [`OptionError::option`] identifies it.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("option {option} has the invalid value {value} (at fault: configuration): {advice}")]
 #[non_exhaustive]

@@ -169,8 +169,8 @@ pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usiz
     Ok(None)
 }
 
-/// The ranges of a region that may not read as zeros. The other ranges are not read, because that
-/// might populate them.
+/// The ranges of a region that may contain non-zero bytes. The other ranges are not read, because
+/// that might populate them.
 pub(super) fn ranges_to_read(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
     let mut ranges = Vec::new();
     match memory.ranges_to_send(index, &mut |range| ranges.push(range)) {

@@ -145,7 +145,7 @@ fn fits(sections: &[Section]) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Whether a VM saves the same sections that it has loaded, in any order.
+/// Checks that a VM saves the same sections that it has loaded, in any order.
 fn same_state(
     before: &[Section],
     again: &[Section],

@@ -23,7 +23,7 @@ const MALFORMED: FaultCode = FaultCode::Malformed;
 /// offsets.
 type Changed<'a> = (&'a str, FaultCode, &'a str, &'a [(usize, &'a [u8])]);
 
-/// A source that has been accepted and has not described the VM yet.
+/// A source that has received *select* and has not described the VM yet.
 fn selected(victim: &Victim<'_>) -> Peer {
     let (peer, answer) = Peer::source(victim.to, victim.tls, LaneSecurity::Tls);
     assert!(matches!(answer, Opening::Select(_)), "{answer:?}");

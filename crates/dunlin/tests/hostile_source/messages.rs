@@ -1,4 +1,4 @@
-//! Tests false control messages, from pre-copy to *running*.
+//! Tests false control messages, from pre-copy until after *running*.
 
 use std::time::Duration;
 

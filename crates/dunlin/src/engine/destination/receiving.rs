@@ -79,8 +79,8 @@ impl<'a> Receiving<'a> {
             match event {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
                     Arrival::Lane { socket, opening } => self.arriving.admit(socket, &opening)?,
-                    // The destination has no free descriptors or memory: no lane will arrive, and
-                    // the source cannot find out why.
+                    // The destination has no free descriptors or memory, so no lane will arrive.
+                    // Fail the session, because the source would otherwise not learn the reason.
                     Arrival::Starved(error) if self.arriving.lanes.are_untouched() => {
                         return Err(starved(error));
                     }

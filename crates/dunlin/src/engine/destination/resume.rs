@@ -98,7 +98,7 @@ impl Arriving<'_> {
             return Err(refusal(FaultCode::Malformed, text));
         }
         // The source's process may have died. The process that asks now then has only the record,
-        // which does not contain the negotiated terms.
+        // which does not contain the negotiated terms. So any terms are accepted.
         select(offer, &INQUIRIES)
     }
 

@@ -48,7 +48,7 @@ pub(super) struct Session<'a> {
     pub(super) sender: Sender<SessionEvent>,
     acceptor: Waker,
     acceptor_thread: JoinHandle<()>,
-    /// Connections that wait for the session's thread.
+    /// The number of connections that wait for the session's thread.
     arrivals: Arc<AtomicUsize>,
     answers: Answers,
     /// Events that stay in the queue after [`Session::set_aside`] has removed older messages.

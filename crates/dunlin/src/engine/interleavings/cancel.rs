@@ -54,8 +54,8 @@ pub(super) fn backlog() {
     reader.join().unwrap();
 }
 
-/// When its lane ends, a reader that waits in `await_room` ends too. It never queues more messages
-/// than the limit.
+/// When its lane ends, a reader that waits in `await_room` ends too. It then queues at most one
+/// message more than the limit.
 pub(super) fn backlog_closes() {
     let backlog = Arc::new(Backlog::default());
     let (messages, read) = channel();

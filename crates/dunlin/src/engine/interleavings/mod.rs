@@ -204,7 +204,10 @@ fn every_omitted_notification_is_found() {
         .copied()
         .filter(|&site| {
             let scenario = found(Mistake::Silent(site));
-            println!("without the one at {}:{}: {scenario:?}", site.0, site.1);
+            println!(
+                "without the notification at {}:{}: {scenario:?}",
+                site.0, site.1
+            );
             scenario.is_none()
         })
         .collect();

@@ -79,7 +79,7 @@ pub struct Entry {
     pub session: SessionId,
     /// This host's role in the session.
     pub role: Role,
-    /// The session's newest record; `None` if the session ended before the first record.
+    /// The session's newest record; `None` if the session has not written one.
     pub record: Result<Option<Record>, Unreadable>,
     /// The record of the session's peer.
     pub peer: RecordedPeer,

@@ -42,8 +42,8 @@ pub enum JournalError {
         /// What is wrong with the file's content.
         source: Unreadable,
     },
-    /// Another process holds the session.
-    #[error("another process holds the session {path}; only that process can settle it while it lives", path = path.display())]
+    /// Another process holds the session or, without files, another thread of this process.
+    #[error("another process, or another thread of this one, holds the session {path}; only the holder can settle it while it lives", path = path.display())]
     Held {
         /// The file.
         path: PathBuf,

@@ -315,7 +315,8 @@ fn i2_without_a_journal_a_session_is_remembered_while_the_process_lives() {
     session.forget().unwrap();
     let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
-    // A session without a record leaves no file, and another journal has none of these sessions.
+    // A session without a record leaves nothing behind, and another journal has none of these
+    // sessions.
     drop(SessionJournal::create(&journal, record(PREPARED)).unwrap());
     assert!(journal.list().unwrap().is_empty());
     let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();

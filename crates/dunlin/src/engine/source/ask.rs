@@ -81,7 +81,7 @@ impl Doubt {
     /// for the destination to close the lane.
     ///
     /// # Errors
-    /// [`ResolveError`]: an action that follows from the answer failed.
+    /// [`ResolveError`]: an action that follows from the record or the answer failed.
     pub fn ask(
         &mut self,
         vm: Option<&dyn SourceVm>,

@@ -1,5 +1,5 @@
-//! The phase after a *commit* without an answer: the source asks the destination, and leaves the
-//! decision to an operator if no answer arrives.
+//! A VM in doubt after a *commit* without an answer: when the source asks the destination, and the
+//! handle with which an operator decides if no answer arrives.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -87,7 +87,8 @@ pub(super) struct PausedGuest {
 }
 
 impl PausedGuest {
-    /// Resumes the guest at the source, unless it has ended.
+    /// Resumes the guest at the source, unless the guest has ended or its owner had paused it.
+    /// Returns where the VM is.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
         // Ask the VMM whether the guest has ended, because a fault that the peer sent may state any
         // reason.

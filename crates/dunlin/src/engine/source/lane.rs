@@ -125,7 +125,7 @@ impl Lane {
     fn not_opened(&self, error: DialError) -> Fault {
         let may_retry = self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
         // A permanent error of one of the first lanes applies to all lanes. The error of a later
-        // lane may be temporary.
+        // lane may be temporary, unless another peer answered.
         let code = error.permanent().filter(|_| !may_retry);
         let number = self.number;
         let fault = |what: String| Fault::new(code.unwrap_or(FaultCode::LaneLost), what);
@@ -218,7 +218,7 @@ impl Lane {
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }
-            // The chunk contained zero pages, so the frame has room for more pages. Each added page
+            // If the chunk contained zero pages, the frame has room for more pages. Each added page
             // may need a range of its own.
             let raw_pages = frame.payload_bytes() as u64 / PAGE_BYTES;
             let ranges_left = MAX_RANGES_PER_CHUNK - ranges.len();

@@ -12,8 +12,8 @@
 //!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
 //! ```
 //! Every path to *Settled* joins every thread, stops the dirty logs and lifts the throttle. It
-//! leaves the guest as it was, unless the destination has the VM or may have it: then the guest
-//! stays paused ([`Doubt`]).
+//! leaves the guest as it was, except in two cases: if the destination has the VM, the copy here is
+//! destroyed; if the destination may have it, the guest stays paused ([`Doubt`]).
 //!
 //! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`, `Committing`,
 //! `Committed`, any number of `InDoubt`, and, if the destination runs the VM, `Recorded(Released)`

@@ -44,9 +44,9 @@ impl Window {
     /// not measure the bandwidth.
     ///
     /// Zero pages are sent much faster than the pages that a guest works on. A window of zero pages
-    /// would suggest a bandwidth that does not exist. They occur in untouched memory, in huge pages
-    /// that were touched once, and in pages that a guest clears before use. If the next window has
-    /// mostly zero pages too, its bandwidth is returned.
+    /// would suggest a bandwidth that does not exist. Zero pages occur in untouched memory, in huge
+    /// pages that were touched once, and in pages that a guest clears before use. If the next
+    /// window has mostly zero pages too, its bandwidth is returned.
     pub(super) fn end(
         &mut self,
         measured: Duration,
