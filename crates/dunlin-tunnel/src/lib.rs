@@ -389,6 +389,10 @@ impl Tunnel {
                 status.lost = listener.lost();
             }
         }
+        for status in &mut routes {
+            let to = status.to.as_ref();
+            status.trouble = to.and_then(|to| self.carriers.trunks.failure(to));
+        }
         routes
     }
 

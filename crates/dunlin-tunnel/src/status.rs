@@ -42,6 +42,8 @@ pub struct RouteStatus {
     pub lost: Option<Failure>,
     /// The peer's address, if the route has an entrance on this side.
     pub to: Option<String>,
+    /// Why the last attempt to connect to the peer's tunnel failed; `None` if it did not.
+    pub trouble: Option<String>,
     /// The target, if the route has an exit on this side.
     pub target: Option<Target>,
     /// The limit of the rate at which this side sends on the route, in bytes per second.

@@ -47,6 +47,8 @@ pub(super) struct Trunks {
     site: Arc<Site>,
     all: Mutex<BTreeMap<SessionId, Arc<Hub>>>,
     peerings: Mutex<Vec<Peering>>,
+    /// For each address of a peer, why the last attempt to dial a trunk failed.
+    failures: Mutex<BTreeMap<String, String>>,
 }
 
 /// A trunk that accepts lanes but has no threads yet. [`Trunks::run`] must be called even if the
@@ -82,6 +84,7 @@ impl Trunks {
             site: Arc::clone(site),
             all: Mutex::default(),
             peerings: Mutex::default(),
+            failures: Mutex::default(),
         }
     }
 
@@ -227,6 +230,7 @@ impl Trunks {
         };
         let refused: Vec<_> = match made {
             Ok(hub) => {
+                lock(&self.failures).remove(&to.to);
                 let state = State::Up(Arc::clone(&hub));
                 peerings.push(Peering { destination, state });
                 let open = |one: Connection| {
@@ -236,10 +240,10 @@ impl Trunks {
                 dialling.into_iter().filter_map(open).collect()
             }
             Err(failure) => {
-                if !dialling.is_empty() {
-                    let (to, why) = (to.to.clone(), failure.clone());
-                    self.site.report(Event::TrunkFailed { to, failure: why });
-                }
+                let (to, why) = (to.to.clone(), failure.clone());
+                let reason = format!("{} ({})", failure.text(), failure.code());
+                lock(&self.failures).insert(to.clone(), reason);
+                self.site.report(Event::TrunkFailed { to, failure: why });
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
                 refused.collect()
             }
@@ -478,6 +482,11 @@ impl Trunks {
         let hubs = self.hubs();
         let carried = hubs.iter().map(|hub| hub.lock().trunk.channels());
         waiting + carried.sum::<usize>()
+    }
+
+    /// Why the last attempt to dial a trunk to this address failed; `None` if it did not.
+    pub(super) fn failure(&self, to: &str) -> Option<String> {
+        lock(&self.failures).get(to).cloned()
     }
 
     pub(super) fn status(&self) -> Vec<Status> {

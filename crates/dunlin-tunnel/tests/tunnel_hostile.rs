@@ -2,6 +2,7 @@
 //! nothing for which it is not authorised (I7).
 #![allow(clippy::unwrap_used)]
 
+use std::io::Read as _;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -97,17 +98,26 @@ impl Peer {
     }
 
     /// Makes a trunk with lanes over IPsec.
-    fn trunk_over_ipsec(far: SocketAddr, tls: ClientTls) -> Self {
+    fn trunk_over_ipsec(
+        far: SocketAddr,
+        tls: ClientTls,
+        versions: VersionRange,
+        port: u16,
+    ) -> Self {
         let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
         let offer = Offer {
+            versions,
             security: LaneSecurity::Ipsec,
             ..offer(SESSION, 1)
         };
         let mut bytes = Vec::new();
         offer.encode(&mut bytes).unwrap();
-        accept(9).encode(1, &mut bytes).unwrap();
+        accept(port).encode(1, &mut bytes).unwrap();
         control.send(&bytes).unwrap();
-        assert!(matches!(read_opening(&control), Opening::Select(_)));
+        let Opening::Select(selection) = read_opening(&control) else {
+            panic!("refused")
+        };
+        assert_eq!(selection.version, versions.max);
         Self::on(far, tls, control)
     }
 
@@ -288,8 +298,8 @@ impl SealedLanes for Ipsec {
     }
 }
 
-/// Starts a tunnel with lanes over IPsec, and a peer that has a trunk with that tunnel.
-fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
+/// Starts a tunnel with lanes over IPsec. Returns it with the settings of a peer.
+fn far_over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, ClientTls) {
     let authority = Authority::new();
     let exit = Exit {
         route: "ram".to_owned(),
@@ -306,8 +316,42 @@ fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
         .observer(events.observer())
         .start()
         .unwrap();
-    let peer = Peer::trunk_over_ipsec(far.address(), tls(&authority.identity(&[NEAR])));
+    (far, events, tls(&authority.identity(&[NEAR])))
+}
+
+/// Starts a tunnel with lanes over IPsec, and a peer that has a trunk with that tunnel.
+fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
+    let (far, events, tls) = far_over_ipsec(ipsec);
+    let peer = Peer::trunk_over_ipsec(far.address(), tls, VersionRange::only(1), 9);
     (far, events, peer)
+}
+
+/// A keying session protects the ports of the side that begins it.
+#[test]
+fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
+    let (far, _events, tls) = far_over_ipsec(&Arc::default());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let versions = VersionRange { min: 1, max: 2 };
+    let peer = Peer::trunk_over_ipsec(far.address(), tls, versions, port);
+    peer.send(&Message::Open(Open {
+        channel: 0,
+        limit: 1 << 20,
+        route: "ram".to_owned(),
+        parameter: String::new(),
+        barrier: Vec::new(),
+    }));
+    let (mut lane, _) = listener.accept().unwrap();
+    let mut start = [0; PRELUDE_BYTES];
+    lane.read_exact(&mut start).unwrap();
+    let prelude = Prelude::decode(&start).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    lane.read_exact(&mut body).unwrap();
+    let Ok(Opening::Lane(open)) = Opening::decode(&prelude, &body) else {
+        panic!("no lane open")
+    };
+    let from_there = LaneDirection::FromDialer;
+    assert_eq!((open.version, open.direction), (2, from_there));
 }
 
 #[test]

@@ -404,7 +404,7 @@ fn both_sides_name_the_address_that_lanes_cannot_reach() {
     let relay = pair.relay.take().unwrap();
     let at = relay.address.to_string();
     // From now on the control lane works, and new connections are closed at once.
-    relay.refuse();
+    relay.refuse(true);
     for lane in 1..relay.count() {
         relay.cut(lane);
     }
@@ -432,7 +432,25 @@ struct Trunk {
     port: u16,
 }
 
-/// A near tunnel; this test is its far side.
+#[test]
+fn the_status_of_a_route_has_the_reason_while_its_peer_cannot_be_reached() {
+    let pair = Pair::start(&Setup {
+        relayed: true,
+        ..Setup::default()
+    });
+    let relay = pair.relay.as_ref().unwrap();
+    let trouble = || pair.near.as_ref().unwrap().routes()[0].trouble.clone();
+    relay.refuse(true);
+    let mut refused = pair.connect();
+    assert_eq!(refused.read(&mut [0]).unwrap(), 0);
+    let why = trouble().unwrap();
+    assert!(why.contains(&relay.address.to_string()), "{why}");
+    relay.refuse(false);
+    let _channel = pair.channel();
+    assert_eq!(trouble(), None);
+}
+
+/// A near tunnel. This test is its far side.
 struct Acceptor {
     near: Tunnel,
     events: Events,

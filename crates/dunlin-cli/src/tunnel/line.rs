@@ -35,6 +35,9 @@ pub(crate) struct RouteLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) lost: Option<String>,
     pub(crate) to: Option<String>,
+    /// Why the last attempt to connect to the peer's tunnel failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) trouble: Option<String>,
     pub(crate) target: Option<String>,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
@@ -168,6 +171,7 @@ impl RouteLine {
             listens: now.listens.as_ref().map(ToString::to_string),
             lost: now.lost.as_ref().map(ToString::to_string),
             to: now.to.clone(),
+            trouble: now.trouble.clone(),
             target: now.target.as_ref().map(ToString::to_string),
             channels: traffic.open,
             closed: traffic.closed,

@@ -160,14 +160,14 @@ impl Relay {
         self.delayed.store(link, Ordering::SeqCst);
     }
 
-    /// Closes every later connection at once.
-    pub fn refuse(&self) {
-        self.refuses.store(true, Ordering::SeqCst);
+    /// Closes every later connection at once, or forwards it again.
+    pub fn refuse(&self, refuses: bool) {
+        self.refuses.store(refuses, Ordering::SeqCst);
     }
 
     /// Swallows everything on all connections, and refuses new ones.
     pub fn vanish(&self) {
-        self.refuse();
+        self.refuse(true);
         for link in &*self.links.lock().unwrap() {
             link.swallows.store(true, Ordering::SeqCst);
         }
