@@ -110,7 +110,7 @@ impl World<'_> {
             return;
         }
         self.lanes.push(Lane {
-            // The sender may still refuse the lane.
+            // The sender has not taken the lane yet.
             is_coming: true,
             admitted: true,
             ..Lane::new(1, number, self.plan.rate)
