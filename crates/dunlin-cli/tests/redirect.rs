@@ -452,7 +452,9 @@ fn connections_under_way_are_refused_or_continue() {
         finish(net.redirect(&net.a, "apply --force")).expect(0);
         assert_talk(&near, &far);
         // Not only a drop: a process of another test holds both until it runs its program.
-        [&near, &far].map(|end| end.shutdown(Shutdown::Both).unwrap());
+        for end in [&near, &far] {
+            end.shutdown(Shutdown::Both).unwrap();
+        }
         finish(net.redirect(&net.a, "remove")).expect(0);
     }
     // A redirected connection does not prevent an `apply`, which continues it, but a `remove`,

@@ -269,7 +269,7 @@ fn i6_another_users_listener_gets_no_redirected_connection() {
     scene.near.signal("KILL");
     scene.near.child.wait().unwrap();
     let at = (Ipv4Addr::LOCALHOST, REDIRECT_PORT + 1);
-    for (user, gets) in [("nobody", false), ("root", true)] {
+    for (user, gets) in [("daemon", false), ("root", true)] {
         let mut listen = scene.a.command("setpriv");
         listen.args([
             "--reuid",

@@ -250,7 +250,7 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
 #[derive(Clone, Copy, Debug)]
 struct Activity {
     number: u64,
-    /// Whether the client's threads were told to stop and have not ended yet.
+    /// Whether the client's threads have received the request to stop and have not ended yet.
     is_leaving: bool,
     /// Whether the client has sent more than its hello.
     has_sent_more: bool,

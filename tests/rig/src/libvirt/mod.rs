@@ -121,7 +121,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Starts both hosts. Returns when both libvirtds accept connections and know their QEMU.
+    /// Starts both hosts. Returns when both libvirtds accept connections and have found their QEMU.
     ///
     /// # Errors
     /// See [`LibvirtError`].

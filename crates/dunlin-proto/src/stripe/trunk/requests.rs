@@ -21,7 +21,6 @@
 
 use super::{Action, Trunk};
 use crate::fault::FaultCode;
-use crate::stripe::Side;
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Message;
 
@@ -29,16 +28,6 @@ use crate::stripe::message::Message;
 const REPORTS_FROM_VERSION: u16 = 2;
 
 impl<T: Clone> Trunk<T> {
-    /// Whether the other side opens the lanes on which this side sends.
-    pub(super) fn asks(&self) -> bool {
-        self.config.one_opener && self.side == Side::Accepting
-    }
-
-    /// Whether this side opens the lanes on which the other side sends.
-    pub(super) fn serves(&self) -> bool {
-        self.config.one_opener && self.side == Side::Connecting
-    }
-
     /// Whether this side has requested the lane, and it has not come yet. If not, the caller closes
     /// the lane's connection before it takes memory for it.
     #[must_use]
@@ -122,22 +111,5 @@ impl<T: Clone> Trunk<T> {
         if self.asks() {
             self.agenda.wants = self.lanes.opening().collect();
         }
-    }
-
-    /// Called if no lane has come for bytes that wait.
-    pub(super) fn without_lanes(&mut self, now_ns: u64) {
-        self.abort_all(FaultCode::LaneLost, now_ns);
-        if self.asks() {
-            // Only the other side can open lanes, and it has not. Drain, so that it receives the
-            // reason for each channel before the trunk ends.
-            self.drain();
-            self.ends_by_ns = Some(now_ns.saturating_add(self.config.timeouts.alone_ns));
-        }
-    }
-
-    /// Whether the trunk is to end now, because the other side has opened no lanes.
-    pub(super) fn is_abandoned(&self, now_ns: u64) -> bool {
-        self.ends_by_ns
-            .is_some_and(|by_ns| now_ns >= by_ns || self.drained())
     }
 }
