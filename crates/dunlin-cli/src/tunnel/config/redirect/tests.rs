@@ -21,7 +21,7 @@ ports = "60000-60050"
 peers = { "192.0.2.2" = "b.example" }
 users = ["root"]
 local = ["127.0.0.1", "::1", "::ffff:192.0.2.1"]
-peer_port = 18300
+peer_port = 17300
 lanes = 8
 window = "32M"
 "#;
@@ -56,7 +56,7 @@ fn a_file_may_have_redirects_and_no_route() {
 
     assert_eq!((pve.ports.first(), pve.ports.last()), (60000, 60050));
     assert_eq!(pve.local[2], "192.0.2.1".parse::<IpAddr>().unwrap());
-    assert_eq!((pve.peer_port, pve.lanes), (18300, 8));
+    assert_eq!((pve.peer_port, pve.lanes), (17300, 8));
     assert_eq!((pve.window_bytes, &pve.plain), (32 << 20, &None));
 }
 
@@ -96,7 +96,7 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("60000-60050", "49215-49300", 11, "overlap"),
         ("60000-60050", "18250-18300", 11, "which is listen"),
         ("60000-60050", "18301", 11, "which is redirect_port"),
-        ("60000-60050", "18290-18300", 11, "which is peer_port"),
+        ("60000-60050", "17290-17300", 11, "which is peer_port"),
         ("\"192.0.2.2\" =", "\"192.0.2\" =", 6, "host name"),
         ("\"192.0.2.2\" =", "\"0.0.0.0\" =", 6, "one host"),
         ("\"192.0.2.2\" =", "\"b_.example:1\" =", 6, "host name"),
@@ -118,7 +118,7 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("UNTIL", "2026-2-3", 9, "write YYYY-MM-DD"),
         ("UNTIL", "9999-01-01", 9, "90 days"),
         ("\"::1\"", "\"localhost\"", 14, "write an address"),
-        ("= 18300", "= 0", 15, "1 to 65535"),
+        ("= 17300", "= 0", 15, "1 to 65535"),
         ("lanes = 8", "lanes = 200", 16, "1 to 128"),
         ("lanes = 8", "mode = \"relay\"", 16, "remove mode"),
         ("lanes = 8", "mode = \"rely\"", 16, "unknown mode"),
