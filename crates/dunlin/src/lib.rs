@@ -63,10 +63,10 @@
 //!
 //! # When a connection is lost
 //!
-//! A lost data lane is fenced and replaced, and its unconfirmed pages are sent again; the observer gets
-//! [`LaneLost`]. While the guest runs, a lost control lane is replaced too. If that fails before
-//! *commit*, the VM continues at the source. After *commit* the source asks the destination for the
-//! outcome, until [`doubt_limit`].
+//! If a data lane is lost, the destination stops it, its unconfirmed pages are sent again, and
+//! another lane replaces it; the observer gets [`LaneLost`]. While the guest runs, a lost control
+//! lane is replaced too. If that fails before *commit*, the VM continues at the source. After
+//! *commit* the source asks the destination for the outcome, until [`doubt_limit`].
 //!
 //! # Where the VM is after an error
 //!
@@ -76,7 +76,7 @@
 //! | [`MigrateError::vm`] | the engine has | the VMM |
 //! | --- | --- | --- |
 //! | [`AtSource`] | undone everything; the guest runs, or is paused if its owner had paused it | reports the error, and may retry |
-//! | [`StuckAtSource`] | tried `reactivate` and `resume`, and one failed | repairs the cause and resumes the guest |
+//! | [`StuckAtSource`] | called `reactivate` and then `resume`, and one failed | repairs the cause and resumes the guest |
 //! | [`InDoubt`] | sent *commit* and got no answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
 //! | [`RanThenDied`] | learnt that the destination started the VM and lost it | keeps it paused until an operator decides: [`Doubt::resolve`] |
 //! | [`Gone`] | ended; the guest powered off or stopped by itself | frees the VM |
@@ -102,8 +102,8 @@
 //! - [`lane`]: identities, the peers that a host accepts, and TLS settings.
 //! - [`testing`]: conformance tests for a VMM's implementation of the traits.
 //!
-//! The feature `unstable-internals` makes items public that other crates of this workspace use, without
-//! any promise: each of them may change or disappear in every release.
+//! The feature `unstable-internals` makes items public that other crates of this workspace use,
+//! without any promise: each of them may change or disappear in any release.
 //!
 //! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs` has
 //! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket;
@@ -150,8 +150,8 @@
 //! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
 // Without the feature, items that are public only for the other crates of the workspace would be
-// reported as dead code. Those crates enable the feature, and their builds report code that no
-// crate uses.
+// reported as dead code. Those crates enable the feature, and builds with it report other dead
+// code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

@@ -1,6 +1,6 @@
-//! Tests the engine's memory, excluding the guest's memory (I8). The test is alone in its process,
-//! because it measures the whole process. Both sides run in that process, and together they stay
-//! within the limit for one side.
+//! Tests the engine's memory, excluding the guest's memory (invariant I8). The test is alone in its
+//! process, because it measures the whole process. Both sides run in that process, and together
+//! they stay within the limit for one side.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

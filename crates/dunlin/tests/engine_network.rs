@@ -236,7 +236,7 @@ fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
         receiving.finish(false).0.err().unwrap().code(),
         FaultCode::ControlLost
     );
-    // The next attempt succeeds (I5).
+    // The next attempt succeeds (invariant I5).
     let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
     let to = receiving.address.to_string();
     let (result, _) = send(&vm, &to, &client, &verified(2), &Cancel::new());

@@ -2,7 +2,7 @@
 //! pages, 200 MiB of device state in versioned sections, a description that is refused once, and a
 //! hold before *commit*.
 //!
-//! The test is alone in its process, because it measures all memory of the process (I8).
+//! The test is alone in its process, because it measures all memory of the process (invariant I8).
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

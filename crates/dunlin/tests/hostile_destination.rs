@@ -1,7 +1,7 @@
-//! Tests a destination that sends a false message (a *lie*), at each step of a session (I7). The
-//! source ends the session with an error that names the lie and the party at fault, releases its
-//! resources, and its guest continues. After *commit* the guest stays paused, because it may run at
-//! the destination. The next migration, to an honest destination, succeeds.
+//! Tests a destination that sends a false message (a *lie*), at each step of a session (invariant
+//! I7). The source ends the session with an error that names the lie and the party at fault,
+//! releases its resources, and its guest continues. After *commit* the guest stays paused, because
+//! it may run at the destination. The next migration, to an honest destination, succeeds.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]

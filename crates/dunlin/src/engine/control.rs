@@ -29,7 +29,7 @@ const PING_PART: u32 = 5;
 
 /// Maximum number of messages that the reader has delivered and the session has not taken yet. At
 /// this number the reader stops reading, so the peer must stop sending. A peer that sends faster
-/// than the session processes costs at most the memory of this many message bodies (I7).
+/// than the session processes costs at most the memory of this many message bodies (invariant I7).
 pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
 /// Sequence numbers of one session's control messages. When a new control lane replaces a lost one,

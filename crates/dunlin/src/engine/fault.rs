@@ -72,10 +72,10 @@ impl Fault {
         }
     }
 
-    /// The code that is reported to people and to the peer. It is the code of the cause, which is
-    /// more precise than the code of the step that failed. For example, a lane that could not be
-    /// opened because no descriptor was left is not the network's fault, although the session
-    /// handles it as a lost lane ([`Fault::code`]).
+    /// The code that is reported to people and to the peer. It is the code of the cause, if the
+    /// cause has one, because that is more precise than the code of the step that failed. For
+    /// example, a lane that could not be opened because no descriptor was left is not the network's
+    /// fault, although the session handles it as a lost lane ([`Fault::code`]).
     pub(crate) fn kind(&self) -> FaultCode {
         let cause = self.source.as_deref().filter(|_| !self.from_peer);
         cause

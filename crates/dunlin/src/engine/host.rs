@@ -13,7 +13,7 @@ use super::sync::{Interrupt, Mutex, lock};
 /// Opens connections and starts threads for the engine. A VMM that does not let a library open
 /// sockets or start threads implements it.
 pub trait Host: Connector {
-    /// Runs `body` on its own thread.
+    /// Runs `body` on a new thread.
     ///
     /// # Errors
     /// A thread cannot be started.

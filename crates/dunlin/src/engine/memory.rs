@@ -95,7 +95,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
 /// in addition to the hypervisor's log. If all writes go through vm-memory, the VMM needs no other
 /// log.
 ///
-/// vm-memory's bitmap always records, so there is nothing to start or stop.
+/// vm-memory's bitmap always records, so [`OwnWrites::start`] only clears it.
 #[derive(Debug)]
 pub struct OwnWrites {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
@@ -129,7 +129,7 @@ impl DirtyLog for OwnWrites {
     }
 }
 
-/// The position of a region in the table.
+/// The position of the region `id` in the table.
 pub(super) fn region_index(memory: &dyn GuestMemory, id: u16) -> Option<usize> {
     memory.regions().iter().position(|region| region.id == id)
 }

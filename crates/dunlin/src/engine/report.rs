@@ -15,8 +15,8 @@ pub struct Traffic {
     pub zero_pages: u64,
     /// Headers and ranges of chunks, marks and end frames.
     pub header_bytes: u64,
-    /// All bytes that the data lanes wrote to their sockets, including the overhead of
-    /// encryption.
+    /// Bytes that the data lanes wrote to their sockets after they were opened, including the
+    /// overhead of encryption.
     pub wire_bytes: u64,
 }
 
@@ -61,7 +61,7 @@ pub struct Downtime {
     /// From the end of the pause until every lane has ended, or is lost without unconfirmed
     /// chunks.
     pub last_pages: Duration,
-    /// Time to save and send the state, which overlaps with the last pages.
+    /// Time to deactivate the VM, and to save and send its state. It overlaps with `last_pages`.
     pub state: Duration,
     /// From *final* to *ready*: the destination receives the remaining data, joins its lanes, loads
     /// the state and, with verification, computes the digest of its memory.
@@ -93,7 +93,7 @@ pub struct Report {
     pub pages_again: u64,
     /// How the data lanes are secured.
     pub security: LaneSecurity,
-    /// From connecting to *running*.
+    /// From the start of the migration to *running*.
     pub total: Duration,
     /// The parts of the downtime.
     pub downtime: Downtime,
@@ -101,8 +101,8 @@ pub struct Report {
     pub source_cpu: Duration,
     /// CPU time of this session's threads at the destination.
     pub destination_cpu: Duration,
-    /// Whether the digests of both memories were compared and are equal; `None` without
-    /// verification.
+    /// `Some(true)` if the digests of both memories are equal; `None` without verification.
+    /// Different digests are an error.
     pub digests_equal: Option<bool>,
     /// Whether the guest runs at the destination. If not, it is paused there, because its
     /// owner had paused it.
@@ -162,9 +162,9 @@ pub enum Event {
         /// The reason.
         why: String,
     },
-    /// The destination runs the VM.
+    /// The destination has the VM, and the copy at the source is destroyed.
     Running,
-    /// A problem that does not affect the migration but that an operator should see.
+    /// A problem that does not make the migration fail but that an operator should see.
     Warning(String),
 }
 
@@ -178,9 +178,9 @@ pub struct Progress {
     pub bytes_per_s: u64,
     /// Bytes still to send in this iteration.
     pub remaining_bytes: u64,
-    /// Pages per second that the guest dirtied during the last iteration.
+    /// Pages per second that the guest dirtied during the previous iteration.
     pub dirty_pages_per_s: u64,
-    /// Expected downtime as of the end of the last iteration; zero during the first.
+    /// Expected downtime as of the end of the previous iteration; zero during the first.
     pub predicted_downtime: Duration,
     /// Bytes of guest memory by lane number so far.
     pub lanes: Vec<(u16, u64)>,

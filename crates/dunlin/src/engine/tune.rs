@@ -64,7 +64,7 @@ impl Tune {
         Ok(())
     }
 
-    /// Passes each later change to `apply`. Passes a change made before this call immediately.
+    /// Passes each later change to `apply`, and immediately the last change made before this call.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
         if let State::Pending(rate) = &*state {

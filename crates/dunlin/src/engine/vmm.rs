@@ -4,14 +4,14 @@
 //!   source: SourceVm                          destination: Builder, DestinationVm
 //!   describe ─────────────────────────────────▶ build (or refuse, with a reason)
 //!   dirty logs start, memory is read ─────────▶ memory is written
-//!   pause, save, deactivate ──────────────────▶ load
+//!   pause, deactivate, save ──────────────────▶ load
 //!   (hold) ── commit ─────────────────────────▶ acquire, resume, announce
 //!   destroy ◀───────────────────────── running
 //! ```
 //!
-//! Methods take `&self` because lane threads read memory while the control thread calls
-//! other methods. Except for [`GuestMemory`], no trait is called from two threads at
-//! the same time.
+//! The methods of [`SourceVm`] and [`DestinationVm`] take `&self`, because lane threads access
+//! memory while the session's thread calls other methods. Except for [`GuestMemory`], no trait is
+//! called from two threads at the same time.
 //!
 //! [`crate::testing`] checks whether a VMM keeps these contracts.
 
@@ -85,7 +85,7 @@ pub trait DirtyLog: Send {
     fn start(&mut self) -> io::Result<()>;
 
     /// Calls `found` with a region's position in the table and its bitmap, and clears the log. Each
-    /// word holds 64 pages of 4 KiB, bit 0 first.
+    /// word has the bits of 64 pages of 4 KiB; bit 0 is the first page.
     ///
     /// This call or an earlier one must report every write that happened before this call. So
     /// record a page after the write, not before it, because the engine may read the page as soon
@@ -99,7 +99,7 @@ pub trait DirtyLog: Send {
     /// Stops recording. The engine calls this method at the end of every migration, failed or not.
     ///
     /// # Errors
-    /// Reported as a warning. The guest runs slower until a later call succeeds.
+    /// Reported as a warning. The guest may run slower until a later call succeeds.
     fn stop(&mut self) -> io::Result<()>;
 }
 
@@ -156,9 +156,9 @@ pub trait SourceVm: Send + Sync {
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>>;
 
     /// The guest's run state. Called at the start, during and after each iteration, immediately
-    /// before and after the pause, and before *commit*. [`RunState::Paused`] before the pause means
-    /// that the VM's owner paused the guest; after the pause, the engine makes no difference
-    /// between `Paused` and `Running`.
+    /// before and after the pause, before *commit*, and after a failure. [`RunState::Paused`]
+    /// before the pause means that the VM's owner paused the guest; after the pause, the engine
+    /// makes no difference between `Paused` and `Running`.
     fn run_state(&self) -> RunState;
 
     /// Pauses the guest. When this returns, nothing writes guest memory: no vCPU, no
@@ -182,7 +182,7 @@ pub trait SourceVm: Send + Sync {
     /// throttling, a guest that writes faster than the link carries its memory cannot be moved.
     ///
     /// # Errors
-    /// Handled as if the VMM did not support throttling.
+    /// Reported as a warning, and otherwise handled as if the VMM did not support throttling.
     fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
         let _ = percent;
         Ok(false)
@@ -269,8 +269,8 @@ pub struct Offered {
     pub vm: VmDescription,
     /// The region table.
     pub regions: Vec<Region>,
-    /// Whether the VM's owner has paused the guest. If so, the guest stays paused after the
-    /// migration.
+    /// Whether the VM's owner had paused the guest when the source described it. A guest that is
+    /// still paused at the switchover stays paused at the destination.
     pub paused: bool,
 }
 

@@ -30,7 +30,7 @@ use super::super::sync::Mutex;
 use super::refusal::refuse;
 
 /// Maximum number of inquiries answered at the same time. Each inquiry has a thread and an
-/// authenticated peer. A new inquiry displaces the oldest (I7).
+/// authenticated peer. A new inquiry displaces the oldest (invariant I7).
 const ANSWERS_LIMIT: usize = 8;
 
 const NOT_THE_PEER: &str = "not the peer of this session";

@@ -133,7 +133,7 @@ impl IterationBarrier {
     }
 
     /// Drops the handle to the lane's connection when its thread ends, so that a source
-    /// that opens and ends one lane after another does not exhaust descriptors (I7).
+    /// that opens and ends one lane after another does not exhaust descriptors (invariant I7).
     pub(in crate::engine) fn forget(&self, lane: u16) {
         lock(&self.state).interrupts.remove(&lane);
     }

@@ -18,7 +18,7 @@ use super::lane::Lane;
 use super::received::DestinationEvent;
 
 impl Arriving<'_> {
-    /// Whether every lane's thread is joined and everything has arrived (I4).
+    /// Whether every lane's thread is joined and everything has arrived (invariant I4).
     pub(super) fn is_complete(&self) -> Result<bool, Fault> {
         if !self.lanes.threads.is_empty() {
             return Ok(false);

@@ -24,9 +24,9 @@ use super::event::SessionEvent;
 /// How long the source may take to close a lane after its end frame.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Number of pages cleared between two checks of whether the lane must end: 16 MiB, which takes a
-/// few milliseconds. The checks are necessary because a range may span a whole region, and a
-/// cancellation or fence waits for this thread.
+/// Maximum number of pages cleared between two checks of whether the lane must end: 16 MiB, which
+/// takes a few milliseconds. The checks are necessary because a range may span a whole region, and
+/// a cancellation or fence waits for this thread.
 const CLEARED_AT_ONCE: u64 = 4096;
 
 /// The guest memory that a session's lanes write.

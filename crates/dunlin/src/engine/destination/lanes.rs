@@ -42,7 +42,7 @@ impl Lanes {
         }
     }
 
-    /// Ends every lane and joins its thread, before the memory is unmapped (I4).
+    /// Ends every lane and joins its thread, before the memory is unmapped (invariant I4).
     pub(super) fn stop(&mut self) {
         self.barrier.stop();
         for thread in std::mem::take(&mut self.threads).into_values() {
@@ -51,7 +51,7 @@ impl Lanes {
         }
     }
 
-    /// Whether no lane has arrived yet.
+    /// Whether no lane runs and no ended lane has received anything.
     pub(super) fn are_untouched(&self) -> bool {
         self.threads.is_empty() && self.wire_bytes == 0
     }

@@ -107,15 +107,15 @@ impl<'a> Incoming<'a> {
         Self { observer, ..self }
     }
 
-    /// Stops when `cancel` is cancelled.
+    /// Stops when `cancel` is cancelled; after *commit* it is too late.
     pub fn cancel(self, cancel: &Cancel) -> Self {
         let cancel = cancel.clone();
         Self { cancel, ..self }
     }
 
-    /// Receives one VM, which `builder` builds, on this thread. Connections from other peers are
-    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait. Without a source, the
-    /// call waits until it is cancelled.
+    /// Receives one VM, which `builder` builds, on this thread. A connection that is rejected
+    /// ([`DestinationEvent::Rejected`]) does not end the wait. Without a source, the call waits
+    /// until it is cancelled.
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is. The VM does not run

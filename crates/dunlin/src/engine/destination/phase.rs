@@ -103,7 +103,8 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     }
 }
 
-/// Waits for an event, and handles those that all phases treat alike. Returns `None` at `until`.
+/// Waits for an event, and handles those that all phases treat alike. Returns
+/// [`SessionEvent::Tended`] after such an event, and `None` at `until`.
 pub(super) fn next_event<'a>(
     phase: &mut impl Phase<'a>,
     until: Instant,

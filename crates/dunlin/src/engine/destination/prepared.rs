@@ -116,7 +116,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// This side has the VM; the source has not destroyed its copy yet.
+/// This side has the VM; the source has not confirmed yet that its copy is destroyed.
 pub(super) struct Running<'a> {
     arriving: Arriving<'a>,
 }

@@ -35,7 +35,7 @@ pub enum DestinationEvent {
     LaneLost {
         /// The lane's number.
         lane: u16,
-        /// The reason, if known here.
+        /// The reason; empty if it is not known here.
         why: String,
     },
     /// The control lane is lost. For a limited time, the source may replace it.
@@ -54,7 +54,7 @@ pub enum DestinationEvent {
     Committed,
     /// The outcome of the migration is about to be sent to the source.
     Notified(Verdict),
-    /// An inquiry about a session that is not in progress is being answered.
+    /// An inquiry about a session that is not in progress has arrived.
     Inquired {
         /// The names of the asking peer, from its certificate.
         peer: String,
@@ -64,7 +64,7 @@ pub enum DestinationEvent {
         /// Whether the guest runs. If not, it is paused, because the VM's owner had paused it.
         runs: bool,
     },
-    /// A problem that does no harm but that an operator should see.
+    /// A problem that does not end the session but that an operator should see.
     Warning(String),
 }
 
@@ -73,7 +73,7 @@ pub enum DestinationEvent {
 pub struct Received {
     /// The VM.
     pub vm: Arc<dyn DestinationVm>,
-    /// The VM's description.
+    /// The source's offer, with the VM's description.
     pub offered: Offered,
     /// Whether the guest runs. If not, it is paused, because the VM's owner had paused it.
     pub runs: bool,
@@ -86,7 +86,8 @@ pub struct Received {
     /// CPU time of this session's threads here.
     pub cpu: Duration,
     /// Answers the source on the listener until the source confirms that it has released the VM;
-    /// `None` if the source has already confirmed that.
+    /// `None` if the source has already confirmed that, or, after a warning, if that could not be
+    /// started.
     pub answering: Option<Answering>,
 }
 

@@ -33,7 +33,7 @@ use super::refusal::{peer_of, refuse, starved};
 
 /// Maximum number of connections that wait while the session's thread is busy, for example in the
 /// VMM. Further connections are dropped. Plain lanes are not authenticated at this point, so any
-/// host can open them (I7).
+/// host can open them (invariant I7).
 const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 
 /// State common to all phases, which own it in turn: *Waiting → Describing → Receiving
@@ -124,8 +124,8 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// The next event, or `None` at `until`. Drops messages of earlier control lanes. A
-    /// failed listener ends the session.
+    /// The next event, or `None` at `until`. Replaces messages of earlier control lanes by
+    /// [`SessionEvent::Tended`]. A failed listener ends the session.
     pub(super) fn receive(
         &mut self,
         control: Option<&ControlLink>,

@@ -119,7 +119,7 @@ impl Directory {
         }
     }
 
-    /// Locks a new file, fills it with zeros and syncs it.
+    /// Locks a new file, fills it with zeros, and syncs it and its directory.
     fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
         lock(file, path)?;
         self.disk
@@ -230,8 +230,7 @@ impl Directory {
     }
 }
 
-/// Locks a file while it is open. The kernel releases the lock when the process dies
-/// (flock(2)).
+/// Locks a file until it is closed, at the latest when the process dies (flock(2)).
 fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     let until = Instant::now() + LOCK_LIMIT;
     loop {

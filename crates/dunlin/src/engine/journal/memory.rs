@@ -16,7 +16,7 @@ use super::files::file_name;
 
 /// Maximum number of sessions. Beyond it, the oldest session that no thread uses is removed, and
 /// inquiries about it can no longer be answered. A peer reaches the maximum only with more failing
-/// sessions than any host has VMs (I8).
+/// sessions than any host has VMs (invariant I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);

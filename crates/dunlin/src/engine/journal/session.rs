@@ -90,8 +90,9 @@ impl SessionJournal {
     ///
     /// At the source, obsolete records are those of earlier sessions of the same VM. `peer` is
     /// `None`, because a source has not connected to a peer yet. At the destination, only sessions
-    /// that `peer` started and in which the VM never ran here can be obsolete: those of the same
-    /// VM, and the oldest of other VMs beyond [`MAX_RECORDS_OF_A_PEER`].
+    /// that `peer` started can be obsolete: those of the same VM unless the record is *running*,
+    /// and, beyond [`MAX_RECORDS_OF_A_PEER`], the oldest in which another VM never ran here. A
+    /// record that a living process holds stays.
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -204,7 +205,8 @@ impl SessionJournal {
         is_with(&self.peer, &self.record, peer)
     }
 
-    /// Records the state of this side. When it returns, the record is on the disk.
+    /// Records the state of this side. When it returns, the record is on the disk, unless the
+    /// journal is in memory.
     ///
     /// # Errors
     /// [`JournalError::Io`]: the disk then holds the previous record or this one. The
@@ -239,7 +241,7 @@ impl SessionJournal {
         Ok(())
     }
 
-    /// Removes the session. Call it when no side will ask about the session again.
+    /// Removes the session's record. Call it when no side will ask about the session again.
     ///
     /// # Errors
     /// [`JournalError::Io`]: the record still exists, or reappears if the host crashes
@@ -254,8 +256,8 @@ impl SessionJournal {
         }
     }
 
-    /// Removes the session. Fails if the record shows that the session still needs a decision or an
-    /// action.
+    /// Removes the session's record. Fails if the record shows that the session still needs a
+    /// decision or an action.
     pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
         let Record { state, attempt, .. } = self.record;
         match state {

@@ -20,12 +20,12 @@ use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::Session;
 use super::settled::{Figures, Settled};
 
-/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
-/// guest is paused during that time. A shorter limit could end a migration while the destination is
-/// still loading the state.
+/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. Also
+/// the longest wait for an event of the lanes in the last pass. The guest is paused during that
+/// time. A shorter limit could end a migration while the destination is still loading the state.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// *commit* is sent; the source waits for the destination's answer.
+/// Sends *commit*, and waits for the destination's answer.
 pub(super) struct Committed<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
@@ -135,7 +135,8 @@ impl<'a> Committed<'a> {
             }
             Message::Answer { attempt, verdict } => {
                 if verdict != Verdict::Aborted {
-                    // Once the outcome is known, the loss of the control lane no longer matters.
+                    // If the destination has not aborted, the loss of the control lane is not the
+                    // reason for the outcome.
                     session.fault = None;
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)

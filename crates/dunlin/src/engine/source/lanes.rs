@@ -66,7 +66,8 @@ pub(super) struct Transfer<'a> {
 
 impl Transfer<'_> {
     /// Waits for an event and handles those that all phases treat alike: the end of the control
-    /// lane, lane events, a cancellation, the peer's refusal. Returns `None` after `wait`.
+    /// lane, lane events, a cancellation, the peer's refusal. Returns [`SessionEvent::Tended`]
+    /// after the end of a control lane or an event of a lane, and `None` after `wait`.
     pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         let until = Instant::now() + wait;
         loop {

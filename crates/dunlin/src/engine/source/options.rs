@@ -186,7 +186,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Rate cap over all data lanes together, in bytes per second. Default: no cap.
+    /// Rate cap over all data lanes together until the last pass, in bytes per second. Default: no
+    /// cap.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
         self.0.rate = rate.into();
         self

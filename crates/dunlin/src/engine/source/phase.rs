@@ -39,7 +39,8 @@ pub(super) enum Done {
 /// Actions left to the next phase.
 pub(super) type Rest = &'static [Do];
 
-/// Applies an event and executes the actions that follow.
+/// Applies an event and executes the actions that follow. Returns those that are left to the next
+/// phase.
 ///
 /// # Errors
 /// The state does not accept the event: the peer violated the protocol.
@@ -53,7 +54,8 @@ pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<Rest, Fa
     perform(phase, actions)
 }
 
-/// Executes `actions`, and those that follow from them.
+/// Executes `actions`, and those that follow from them. Returns those that are left to the next
+/// phase.
 pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<Rest, Fault> {
     let mut next = None;
     for (index, action) in actions.iter().enumerate() {
@@ -73,7 +75,7 @@ pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<R
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
     let session = phase.session();
     let event = session.event_of(&fault);
-    // The fault that caused the doubt is more informative than that of a failed inquiry.
+    // Keep the fault that caused the doubt: it is more informative than that of a failed inquiry.
     if session.state != Source::InDoubt || session.fault.is_none() {
         session.fault = Some(fault);
     }

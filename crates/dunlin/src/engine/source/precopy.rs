@@ -38,11 +38,11 @@ const MEASURABLE: Duration = Duration::from_millis(20);
 /// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
 /// dirty log fetched thousands of times a second.
 const SHORTEST_PASS: Duration = Duration::from_millis(5);
-/// Amount of data that may still be in flight when a pass ends, measured as time on the link. This
-/// data keeps the link busy between two passes. A larger value would be worse for two reasons. The
-/// dirty log would be fetched earlier, and fewer repeated writes to a page would be combined. And
-/// data in the socket buffers of many lanes on a slow link would count as a remainder that no pass
-/// can reduce.
+/// Amount of data that may still be in flight when a pass ends, measured as time on the link, in
+/// addition to one round trip. This data keeps the link busy between two passes. A larger value
+/// would be worse for two reasons. The dirty log would be fetched earlier, and fewer repeated
+/// writes to a page would be combined. And data in the socket buffers of many lanes on a slow link
+/// would count as a remainder that no pass can reduce.
 const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
 /// Interval between checks of whether enough data has been acknowledged.
 const DRAIN_EVERY: Duration = Duration::from_millis(2);

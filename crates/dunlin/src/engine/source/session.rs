@@ -81,8 +81,8 @@ impl Session<'_> {
         }
     }
 
-    /// Handles the events that all phases treat alike, and returns any other event.
-    /// Messages of earlier control lanes are dropped; a refusal or cancellation ends the
+    /// Handles the events that all phases treat alike, and returns any other event. Messages of
+    /// earlier control lanes are dropped; a refusal or cancellation that is not too late ends the
     /// migration.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {

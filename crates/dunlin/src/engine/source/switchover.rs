@@ -26,7 +26,7 @@ use super::phase::{Done, Phase, failed, take};
 use super::session::Session;
 use super::settled::{Figures, Settled};
 
-/// The guest is paused; the source sends the last pages and the state.
+/// Pauses the guest, and sends the last pages and the state.
 pub(super) struct Switchover<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
@@ -85,7 +85,7 @@ impl<'a> Switchover<'a> {
             take(&mut self, SourceEvent::FinalSent)?;
             let paused = sent.paused;
             self.await_ready(sent)?;
-            // From here on the destination owns the VM.
+            // From here on it is too late to cancel.
             let rest = take(&mut self, SourceEvent::Ready { same_memory: true })?;
             Ok((paused, rest))
         });
@@ -274,7 +274,7 @@ impl<'a> Switchover<'a> {
     }
 }
 
-/// Compares the digests (I3). A difference ends the migration before *commit*.
+/// Compares the digests (invariant I3). A difference ends the migration before *commit*.
 fn compare(
     ours: Option<Receiver<std::io::Result<Digest>>>,
     theirs: Option<Digest>,

@@ -304,7 +304,7 @@ impl State {
         sum
     }
 
-    /// Bytes of guest memory by lane.
+    /// Bytes of guest memory by lane, for each lane that has sent something.
     pub(super) fn by_lane(&self) -> Vec<(u16, u64)> {
         self.shares
             .iter()
