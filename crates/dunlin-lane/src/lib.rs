@@ -30,8 +30,8 @@
 //! The items of this page are the crate's interface, listed in `docs/api/dunlin-lane.txt`. A type in
 //! their signatures that has no page here is opaque: pass it on, or print it.
 //!
-//! The feature `unstable-internals` makes the modules public for the other crates of this workspace,
-//! without any promise: an item in them may change or disappear in every release.
+//! The feature `unstable-internals` makes the modules public for the other crates of this
+//! workspace, without any promise: an item in them may change or disappear in any release.
 //!
 //! # Modules
 //!
@@ -60,7 +60,7 @@
 
 #![forbid(unsafe_code)]
 // Without the feature, only the items below are reachable, and the compiler would report the other
-// code as unused. Builds of the workspace enable the feature, so they still report dead code.
+// code as unused. Builds of the workspace enable the feature, so they still report other dead code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

@@ -40,7 +40,7 @@ pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
 /// Number of connections that are accepted before the pending ones are served again. Because
 /// [`take_least`] never evicts the newer half of the pending connections, each connection is served
-/// four times before it can be evicted.
+/// at least four times before it can be evicted.
 const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
 /// How long to stop accepting after running out of descriptors or memory.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);

@@ -24,9 +24,9 @@ use super::policy::ClientTls;
 use super::resolve;
 use super::splice::Stop;
 
-/// Minimum time for connecting to one address of a name. Each address gets an equal share of the
-/// remaining time if that is more than this minimum, so that one unreachable address does not use
-/// all the time.
+/// Minimum time for connecting to one address of a name, unless less time remains. Each address
+/// gets an equal share of the remaining time if that is more than this minimum, so that one
+/// unreachable address does not use all the time.
 const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
@@ -213,7 +213,8 @@ impl DialCancel {
         })))
     }
 
-    /// Cancels the dial: interrupts connecting, and shuts down the connection during the handshake.
+    /// Cancels the dial: interrupts connecting, and shuts down the connection
+    /// ([`DialCancel::covers`]).
     pub fn cancel(&self) {
         let stream = lock(&self.0.stream);
         self.0.stop.request();

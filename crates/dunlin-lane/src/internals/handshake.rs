@@ -5,7 +5,7 @@
 //! header and then its body. The peer's first data therefore stays in the socket, where the kernel
 //! must find it if it gets the keys.
 //!
-//! In TLS 1.3 the client finishes before the server verifies the client's certificate. A source
+//! In TLS 1.3 the client finishes before the server verifies the client's certificate. The client
 //! therefore learns of a refusal later, from an alert on its lane.
 
 #[cfg(any(test, feature = "fuzzing"))]

@@ -199,8 +199,8 @@ impl Peers {
         }
     }
 
-    /// Whether the two lists have an entry in common. A name and a pin of the same peer are
-    /// different entries.
+    /// Whether the two lists have an entry in common, or one of them is
+    /// [`Peers::AnyFromAuthority`]. A name and a pin of the same peer are different entries.
     #[cfg(feature = "unstable-internals")]
     pub fn share_one(&self, other: &Self) -> bool {
         match (self, other) {

@@ -420,7 +420,7 @@ impl std::str::FromStr for CipherSuite {
 /// Returns the suite, key and IV of one direction.
 ///
 /// # Errors
-/// Lanes do not use the suite.
+/// [`ProviderError::NoSuite`] if lanes do not use the suite.
 pub fn parts(
     secrets: &ConnectionTrafficSecrets,
 ) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {

@@ -31,8 +31,8 @@ pub const TRAILER_BYTES: usize = 1 + TAG_BYTES;
 pub const OVERHEAD_BYTES: usize = HEADER_BYTES + TRAILER_BYTES;
 /// Maximum length of a record that Dunlin sends; Dunlin sends no padding.
 pub const RECORD_BYTES: usize = CONTENT_BYTES + OVERHEAD_BYTES;
-/// Maximum length of a record from a peer: up to 256 bytes more than the content (RFC 8446,
-/// section 5.2).
+/// Maximum length of a record from a peer: the body may be 256 bytes longer than the maximum
+/// content (RFC 8446, section 5.2).
 pub const RECEIVED_RECORD_BYTES: usize = HEADER_BYTES + CONTENT_BYTES + 256;
 /// A sealed close_notify.
 pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
@@ -78,7 +78,7 @@ pub enum SealError {
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The outer content type is not that of a protected record.
+    /// The outer content type or the version is not that of a protected record.
     #[error(
         "the peer sent an unprotected record (type {content_type}, version {major}.{minor}) on an \
          encrypted lane: it does not use TLS 1.3, or another program wrote to the connection"

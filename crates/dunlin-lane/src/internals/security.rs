@@ -53,7 +53,8 @@ pub fn dialer(
 /// Returns an acceptor for lanes with the selected security.
 ///
 /// # Errors
-/// [`Unavailable`]; [`Unavailable::PlainNotAllowed`] if `allow_plain` is false.
+/// [`Unavailable::NoIpsec`]; [`Unavailable::PlainNotAllowed`] for plain lanes if `allow_plain` is
+/// false.
 pub fn acceptor(
     selected: LaneSecurity,
     allow_plain: bool,

@@ -75,7 +75,7 @@ pub(super) struct Authorities {
 /// Why a certificate has no chain to a trusted authority.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum UntrustedReason {
-    /// The certificate is signed with its own key.
+    /// The certificate names itself as its issuer.
     #[error(
         "it is self-signed and not pinned here: if it is the right certificate, allow it on this host \
          as {pin}; otherwise give both hosts certificates of one authority"

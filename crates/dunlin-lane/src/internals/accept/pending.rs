@@ -29,7 +29,7 @@ pub(super) enum Purpose<'a> {
     Relay(&'a ServerTls),
 }
 
-/// The result for one connection.
+/// A result of accepting, for lanes or for a relay.
 pub(super) enum Outcome {
     Opened(Pending),
     Rejected {

@@ -258,7 +258,7 @@ pub enum Warning {
         /// Whole days until the item expires; `None` if it has expired.
         days: Option<u64>,
     },
-    /// This host's certificate has no chain to any of its own trust anchors.
+    /// The chain of this host's certificate to its own trust anchors is incomplete.
     NoChain {
         /// The certificate's file.
         path: PathBuf,

@@ -76,8 +76,8 @@ pub struct Chosen {
     pub driver: Option<Driver>,
     /// Where records are sealed and opened; `None` if the kernel does not report it.
     pub acceleration: Option<Acceleration>,
-    /// The device through which the connection left when its keys were installed, and whether that
-    /// device accepts keys; `None` if the kernel does not report it.
+    /// The device through which the connection's segments left when its keys were installed, and
+    /// whether that device accepts keys; `None` if the kernel does not report it.
     pub device: Option<Device>,
     /// Counters of connections on a network card and of failures, under the kernel's names. They
     /// cover all sockets in this network namespace since its creation; no counter is specific to

@@ -104,7 +104,7 @@ impl Session {
     /// that were not consumed to the next call, followed by more.
     ///
     /// # Errors
-    /// [`RelayError`]; the content must not be used.
+    /// [`RelayError`]; what this call appended to `content` must not be used.
     pub fn open(&self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError> {
         let mut connection = lock(&self.connection);
         let opened = connection.open(bytes, content)?;
