@@ -71,7 +71,7 @@ impl ControlLink {
         }
     }
 
-    /// Whether both sides compare digests.
+    /// Whether verification was negotiated.
     pub(super) fn verifies(&self) -> bool {
         self.terms.selection.features.contains(Features::VERIFY)
     }

@@ -83,7 +83,8 @@ pub struct Entry {
     pub record: Result<Option<Record>, Unreadable>,
     /// The record of the session's peer.
     pub peer: RecordedPeer,
-    /// Whether the session's process lives. If so, only that process may act on the record.
+    /// Whether a living process or, without files, a thread of this process holds the session. If
+    /// so, only the holder may act on the record.
     pub lives: bool,
 }
 

@@ -48,8 +48,8 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
     },
-    /// This session has a record that a new attempt must not replace.
-    #[error("{path} records this session as {state}, attempt {attempt}; a new attempt needs a higher number and must start after the last one has ended", path = path.display())]
+    /// This session has a record that must not be removed, or replaced by this attempt.
+    #[error("{path} records this session as {state}, attempt {attempt}; the record can be removed after the session has ended, and a new attempt also needs a higher number", path = path.display())]
     Undecided {
         /// The file.
         path: PathBuf,

@@ -14,7 +14,7 @@ use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
 
-/// Maximum number of sessions. Beyond it, the oldest session that no thread uses is removed, and
+/// Maximum number of sessions. Beyond it, the oldest session that no thread holds is removed, and
 /// inquiries about it can no longer be answered. A peer reaches the maximum only with more failing
 /// sessions than any host has VMs (invariant I8).
 const SESSIONS_LIMIT: usize = 4096;
