@@ -107,13 +107,15 @@ impl Pacer {
         })
     }
 
-    /// Counts bytes that were read; returns when the channel may be read again, if it has to wait.
+    /// Counts bytes that were read; returns when the channel may be read again, if it has to wait. If
+    /// the limit was lowered during the read, the bytes count as one piece of the new limit: the
+    /// channel would otherwise stall for seconds.
     pub(super) fn spend(&self, bytes: usize) -> Option<Instant> {
         self.rate()?;
         let now = self.began.elapsed();
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         let mut pace = lock(&self.pace);
-        pace.reserve(now_ns, bytes as u64);
+        pace.reserve(now_ns, self.limited(bytes) as u64);
         // The next byte may be sent when these bytes are paid for.
         let next_ns = pace.reserve(now_ns, 0);
         (next_ns > now_ns).then(|| self.began + Duration::from_nanos(next_ns))
@@ -133,10 +135,12 @@ mod tests {
         pacer.set_rate(Some(1 << 20));
         assert_eq!(pacer.limited(1 << 20), (1 << 20) / 20 + 1);
         let begin = Instant::now();
-        let next = pacer.spend(1 << 20).unwrap();
-        let wait = next - begin;
+        // A read that began under a higher limit counts as one piece.
+        let reads = [(1 << 20) / 20 + 1; 19].into_iter().chain([1 << 20]);
+        let next = reads.map(|bytes| pacer.spend(bytes)).last().unwrap();
+        let wait = next.unwrap() - begin;
         // One burst was saved up.
-        let range = Duration::from_millis(980)..Duration::from_millis(1000);
+        let range = Duration::from_millis(980)..Duration::from_millis(1001);
         assert!(range.contains(&wait), "{wait:?}");
         // A raised limit does not count the earlier bytes.
         pacer.set_rate(Some(1 << 30));
