@@ -1,5 +1,6 @@
 //! `dunlin tunnel run`: the tunnel as a service.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -7,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use dunlin::lane::identity::Role;
+use dunlin::lane::identity::{IdentityError, IdentityErrorKind, Role};
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Observer, Options};
@@ -258,8 +259,16 @@ pub(super) fn read(file: &Path) -> Result<(Config, Identities)> {
         let (identity, warnings) = load_identity(&config.identity, role, &config.reading)?;
         Ok::<_, anyhow::Error>((Arc::new(identity), warnings))
     };
-    let (connecting, warnings) = load(Role::Source)?;
-    let (accepting, more) = load(Role::Destination)?;
+    // Each side opens lanes over IPsec.
+    let (routes, opens) = (&config.routes, config.ipsec.is_some());
+    let connects = opens || Identities::connects(routes);
+    let accepts = opens || Identities::accepts(routes);
+    let ((connecting, warnings), (accepting, more)) =
+        match (load(Role::Source), load(Role::Destination)) {
+            (Ok(own), Err(error)) if !accepts && is_missing(&error) => (own.clone(), own),
+            (Err(error), Ok(own)) if !connects && is_missing(&error) => (own.clone(), own),
+            (own, other) => (own?, other?),
+        };
     let fresh = more.into_iter().filter(|one| !warnings.contains(one));
     log::warn(warnings.iter().cloned().chain(fresh));
     let identities = Identities {
@@ -269,4 +278,13 @@ pub(super) fn read(file: &Path) -> Result<(Config, Identities)> {
     };
     say(&chosen(&identities.crypto)?.reason);
     Ok((config, identities))
+}
+
+/// Whether an identity cannot be loaded because one of its files does not exist.
+fn is_missing(error: &anyhow::Error) -> bool {
+    let identity = error.downcast_ref::<IdentityError>();
+    identity.is_some_and(|error| match error.kind() {
+        IdentityErrorKind::Unreadable { source, .. } => source.kind() == ErrorKind::NotFound,
+        _ => false,
+    })
 }

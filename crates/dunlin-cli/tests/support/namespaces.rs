@@ -1,5 +1,5 @@
 //! Two hosts on one machine: network namespaces connected by a wire.
-#![allow(unreachable_pub)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::fs;
 use std::io;
