@@ -656,6 +656,33 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
+    /// Whether the other side opens the lanes on which this side sends.
+    fn asks(&self) -> bool {
+        self.config.one_opener && self.side == Side::Accepting
+    }
+
+    /// Whether this side opens the lanes on which the other side sends.
+    fn serves(&self) -> bool {
+        self.config.one_opener && self.side == Side::Connecting
+    }
+
+    /// Called if no lane has come for bytes that wait.
+    fn without_lanes(&mut self, now_ns: u64) {
+        self.abort_all(FaultCode::LaneLost, now_ns);
+        if self.asks() {
+            // Only the other side can open lanes, and it has not. Drain, so that it receives the
+            // reason for each channel before the trunk ends.
+            self.drain();
+            self.ends_by_ns = Some(now_ns.saturating_add(self.config.timeouts.alone_ns));
+        }
+    }
+
+    /// Whether the trunk is to end now, because the other side has opened no lanes.
+    fn is_abandoned(&self, now_ns: u64) -> bool {
+        self.ends_by_ns
+            .is_some_and(|by_ns| now_ns >= by_ns || self.drained())
+    }
+
     fn is_over(&self) -> bool {
         self.control == Control::Over
     }
