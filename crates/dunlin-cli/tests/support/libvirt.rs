@@ -4,8 +4,10 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::{Family, Traffic, Wire};
@@ -18,6 +20,8 @@ use super::support::{Done, Scratch, finish, words};
 use super::tunnel::Tunnel;
 
 pub const TUNNEL_PORT: u16 = 18300;
+/// The port of the tunnel's listener for redirected connections to its first peer.
+pub const REDIRECT_PORT: u16 = 18301;
 
 /// How long virsh may take to fail if a part is missing. It takes one second, most of which is the
 /// start of QEMU on the target, and up to three on a busy machine.
@@ -97,6 +101,22 @@ impl Scene {
         command.arg(&file);
         let command = self.pair.on(side).enter(&command);
         self.tunnels[side as usize] = Some(Tunnel::follow(command, file));
+        if self.tunnels.iter().all(Option::is_some) {
+            self.wait_open();
+        }
+    }
+
+    /// Waits until both tunnels accept redirected connections, which they do while they reach each
+    /// other. The connections that find it out are not redirected, so the tunnels refuse them.
+    fn wait_open(&self) {
+        let deadline = Instant::now() + TIMEOUT;
+        for side in [Side::A, Side::B] {
+            let open = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();
+            while !self.pair.on(side).host().run(open).unwrap() {
+                assert!(Instant::now() < deadline, "{}", self.logs());
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
     }
 
     /// Runs `dunlin redirect` with these words and the host's configuration.
