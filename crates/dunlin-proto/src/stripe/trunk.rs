@@ -690,33 +690,6 @@ impl<T: Clone> Trunk<T> {
     fn is_ours(&self, channel: u32) -> bool {
         channel.is_multiple_of(2) == (self.side == Side::Connecting)
     }
-
-    /// Whether the other side opens the lanes on which this side sends.
-    pub(super) fn asks(&self) -> bool {
-        self.config.one_opener && self.side == Side::Accepting
-    }
-
-    /// Whether this side opens the lanes on which the other side sends.
-    pub(super) fn serves(&self) -> bool {
-        self.config.one_opener && self.side == Side::Connecting
-    }
-
-    /// Called if no lane has come for bytes that wait.
-    pub(super) fn without_lanes(&mut self, now_ns: u64) {
-        self.abort_all(FaultCode::LaneLost, now_ns);
-        if self.asks() {
-            // Only the other side can open lanes, and it has not. Drain, so that it receives the
-            // reason for each channel before the trunk ends.
-            self.drain();
-            self.ends_by_ns = Some(now_ns.saturating_add(self.config.timeouts.alone_ns));
-        }
-    }
-
-    /// Whether the trunk is to end now, because the other side has opened no lanes.
-    pub(super) fn is_abandoned(&self, now_ns: u64) -> bool {
-        self.ends_by_ns
-            .is_some_and(|by_ns| now_ns >= by_ns || self.drained())
-    }
 }
 
 /// After this many delivered chunks a credit is due. Otherwise the limit on unconfirmed chunks could
