@@ -29,6 +29,7 @@ pub mod ipsec;
 pub mod refusing;
 pub mod sealed_lanes;
 pub mod sessions;
+pub mod systemd;
 pub mod tls;
 pub mod vm;
 

@@ -1,0 +1,268 @@
+//! Debian's systemd in namespaces of the virtual machine, with the units in `dist/systemd`.
+//!
+//! The manager is process 1 of its own process and control group namespaces. `/etc`, `/run` and `/var`
+//! are file systems of the test, so nothing remains for later tests.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::Guest;
+
+/// The time limit of every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The control group of the manager.
+const GROUP: &str = "/sys/fs/cgroup/systemd-of-the-test";
+
+/// The units, and the files that are installed with them.
+const SHIPPED: [(&str, &str); 6] = [
+    (
+        "/etc/systemd/system/dunlin-tunnel.service",
+        include_str!("../../../dist/systemd/dunlin-tunnel.service"),
+    ),
+    (
+        "/etc/systemd/system/dunlin-tunnel-ram.socket",
+        include_str!("../../../dist/systemd/dunlin-tunnel-ram.socket"),
+    ),
+    (
+        "/etc/systemd/system/dunlin-redirect.service",
+        include_str!("../../../dist/systemd/dunlin-redirect.service"),
+    ),
+    (
+        "/etc/systemd/system/dunlin-redirect-watch.service",
+        include_str!("../../../dist/systemd/dunlin-redirect-watch.service"),
+    ),
+    (
+        "/etc/sysusers.d/dunlin-sysusers.conf",
+        include_str!("../../../dist/systemd/dunlin-sysusers.conf"),
+    ),
+    (
+        "/etc/tmpfiles.d/dunlin-tmpfiles.conf",
+        include_str!("../../../dist/systemd/dunlin-tmpfiles.conf"),
+    ),
+];
+
+/// Units of Debian that the test does not need, because the machine is running. An emulated processor
+/// takes seconds for them.
+const MASKED: [&str; 21] = [
+    "dev-hugepages.mount",
+    "dev-mqueue.mount",
+    "kmod-static-nodes.service",
+    "ldconfig.service",
+    "proc-sys-fs-binfmt_misc.automount",
+    "run-lock.mount",
+    "sys-fs-fuse-connections.mount",
+    "sys-kernel-config.mount",
+    "sys-kernel-debug.mount",
+    "sys-kernel-tracing.mount",
+    "systemd-ask-password-console.path",
+    "systemd-journal-catalog-update.service",
+    "systemd-journal-flush.service",
+    "systemd-modules-load.service",
+    "systemd-random-seed.service",
+    "systemd-remount-fs.service",
+    "systemd-sysctl.service",
+    "systemd-sysusers.service",
+    "systemd-tmpfiles-setup-dev-early.service",
+    "systemd-tmpfiles-setup-dev.service",
+    "systemd-tmpfiles-setup.service",
+];
+
+/// A running service manager. Dropping it kills all of its processes.
+#[derive(Debug)]
+pub struct Manager {
+    process: Child,
+    /// The process ID of systemd, outside of its namespace.
+    first: String,
+}
+
+/// A process of a service, as the kernel describes it.
+#[derive(Debug)]
+pub struct Status(String);
+
+impl Status {
+    /// The words of a line of `/proc/PID/status`.
+    ///
+    /// # Panics
+    /// The kernel has no such line.
+    #[must_use]
+    pub fn field(&self, name: &str) -> Vec<&str> {
+        let line = self.0.lines().find_map(|line| line.strip_prefix(name));
+        let line = line.unwrap_or_else(|| panic!("no {name} in {}", self.0));
+        line.trim_start_matches(':').split_whitespace().collect()
+    }
+
+    /// Whether all of the process's sets of capabilities are these bits, or a subset.
+    ///
+    /// # Panics
+    /// See [`Status::field`].
+    #[must_use]
+    pub fn has_at_most(&self, capabilities: u64) -> bool {
+        ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"]
+            .iter()
+            .all(|set| {
+                let bits = u64::from_str_radix(self.field(set)[0], 16);
+                bits.is_ok_and(|bits| bits & !capabilities == 0)
+            })
+    }
+}
+
+impl Manager {
+    /// Installs the units, and creates the users and directories, as docs/tunnel/operation.md
+    /// describes. `prepare` writes the configuration. Then starts the manager.
+    ///
+    /// # Panics
+    /// A command fails, or the manager does not answer.
+    #[must_use]
+    pub fn start(guest: &Guest, prepare: impl FnOnce()) -> Self {
+        for folder in ["/etc", "/run", "/var"] {
+            replace(guest, folder);
+        }
+        for (path, text) in SHIPPED {
+            write(path, text);
+        }
+        for unit in MASKED {
+            let path = format!("/etc/systemd/system/{unit}");
+            std::os::unix::fs::symlink("/dev/null", path).expect("the unit is not masked yet");
+        }
+        write("/etc/machine-id", "0123456789abcdef0123456789abcdef\n");
+        guest.command("systemd-sysusers", &[]);
+        guest.command("systemd-tmpfiles", &["--create", "dunlin-tmpfiles.conf"]);
+        prepare();
+        guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
+        fs::create_dir(GROUP).expect("the control group is new");
+        // Only process 1 enters the control group, because a group with processes of its own has no
+        // subgroups with controllers. busybox's unshare has no namespaces of control groups.
+        let script = format!(
+            "echo 0 >{GROUP}/cgroup.procs; exec /usr/bin/unshare --cgroup sh -c 'umount \
+             /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec /usr/lib/systemd/systemd \
+             --unit=sysinit.target --log-target=console --show-status=no'"
+        );
+        let process = Command::new("/usr/bin/unshare")
+            .args(["--pid", "--fork", "--mount-proc", "sh", "-c", &script])
+            .env("container", "dunlin-test")
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("the package util-linux has unshare");
+        let mut manager = Self {
+            process,
+            first: String::new(),
+        };
+        manager.wait_for("systemd runs", || first_process().is_some());
+        manager.first = first_process().expect("it runs");
+        manager.wait_for("systemd has booted", || {
+            let mut asked = manager.inside("systemctl");
+            asked.args(["is-active", "--quiet", "sysinit.target"]);
+            asked.stderr(Stdio::null());
+            asked.status().is_ok_and(|status| status.success())
+        });
+        manager
+    }
+
+    /// A command in the manager's process namespace. The manager refuses clients outside of it.
+    fn inside(&self, program: &str) -> Command {
+        let mut command = Command::new("/usr/bin/nsenter");
+        command.args(["--target", &self.first, "--pid", "--mount", program]);
+        command
+    }
+
+    /// Runs systemctl. Prints the unit's state if it fails.
+    ///
+    /// # Panics
+    /// systemctl fails.
+    pub fn systemctl(&self, words: &[&str]) {
+        let run = |program, words: &[&str]| {
+            let status = self.inside(program).args(words).status();
+            status.is_ok_and(|status| status.success())
+        };
+        if !run("systemctl", words) {
+            let _ = run("systemctl", &["--no-pager", "status", "dunlin-*"]);
+            let _ = run("journalctl", &["--no-pager", "--lines=50"]);
+            panic!("systemctl {words:?} failed");
+        }
+    }
+
+    /// A property of a unit.
+    ///
+    /// # Panics
+    /// systemctl fails.
+    #[must_use]
+    pub fn show(&self, unit: &str, property: &str) -> String {
+        let mut command = self.inside("systemctl");
+        command.args(["show", "--value", "--property", property, unit]);
+        let done = command
+            .output()
+            .expect("the package util-linux has nsenter");
+        assert!(done.status.success(), "{done:?}");
+        String::from_utf8_lossy(&done.stdout).trim_end().to_owned()
+    }
+
+    /// The main process of a service, in the test's process namespace.
+    ///
+    /// # Panics
+    /// The service does not run.
+    #[must_use]
+    pub fn main_process(&self, unit: &str) -> Status {
+        let inner = self.show(unit, "MainPID");
+        let group = self.show(unit, "ControlGroup");
+        let listed = fs::read_to_string(format!("{GROUP}{group}/cgroup.procs"));
+        let listed = listed.unwrap_or_else(|error| panic!("{unit}: {error}"));
+        let found = listed.lines().find_map(|process| {
+            let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+            let status = Status(status);
+            (status.field("NSpid").last() == Some(&inner.as_str())).then_some(status)
+        });
+        found.unwrap_or_else(|| panic!("{unit} has no process {inner} in {listed}"))
+    }
+
+    /// Waits until `is_so`.
+    ///
+    /// # Panics
+    /// It is not so within the time limit.
+    pub fn wait_for(&self, what: &str, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + TIMEOUT;
+        while !is_so() {
+            assert!(Instant::now() < until, "not within {TIMEOUT:?}: {what}");
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(format!("{GROUP}/cgroup.kill"), "1") {
+            println!("{GROUP}/cgroup.kill: {error}");
+        }
+        let _ = self.process.wait();
+    }
+}
+
+/// The process ID of systemd, which is in this control group as soon as it has set up its groups.
+fn first_process() -> Option<String> {
+    let listed = fs::read_to_string(format!("{GROUP}/init.scope/cgroup.procs")).ok()?;
+    listed.lines().next().map(str::to_owned)
+}
+
+/// Mounts a file system with a copy of a folder in place of the folder.
+fn replace(guest: &Guest, folder: &str) {
+    let copy = guest.folder().join("copy").display().to_string();
+    fs::create_dir_all(folder).expect("the root is writable");
+    guest.command("cp", &["-a", folder, &copy]);
+    guest.command("mount", &["-t", "tmpfs", "none", folder]);
+    guest.command("cp", &["-a", &format!("{copy}/."), folder]);
+    fs::remove_dir_all(copy).expect("the copy exists");
+}
+
+/// Writes a file, and creates its directory.
+///
+/// # Panics
+/// The file cannot be written.
+pub fn write(path: &str, text: &str) {
+    if let Some(folder) = Path::new(path).parent() {
+        fs::create_dir_all(folder).unwrap_or_else(|error| panic!("{path}: {error}"));
+    }
+    fs::write(path, text).unwrap_or_else(|error| panic!("{path}: {error}"));
+}
