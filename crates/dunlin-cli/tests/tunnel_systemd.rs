@@ -18,6 +18,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use dunlin_tunnel::Limits;
 use support::process::Log;
 use support::{Hosts, words};
 use tunnel::{Tunnel, connect, control, far_config, listen, near_config};
@@ -242,6 +243,62 @@ fn the_units_are_valid() {
 #[test]
 fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-tunnel.service");
+}
+
+/// Without these lines the service would run as root, and systemd-analyze would still accept it.
+#[test]
+fn the_services_are_no_root_and_read_certificates_by_a_group() {
+    let units = Units::new();
+    for service in ["dunlin-tunnel.service", "dunlin-accept.service"] {
+        let lines = units.lines(service);
+        for line in [
+            "DynamicUser=yes",
+            "SupplementaryGroups=dunlin",
+            "CapabilityBoundingSet=",
+        ] {
+            assert!(lines.iter().any(|one| one == line), "{service}: {line}");
+        }
+        // The service manager would make the directory of all sockets inaccessible to others.
+        let is_runtime = |line: &String| line.starts_with("RuntimeDirectory");
+        assert!(!lines.iter().any(is_runtime), "{service}");
+    }
+    let group = units.lines("dunlin-sysusers.conf");
+    assert!(group.iter().any(|line| line == "g dunlin -"), "{group:?}");
+    let directory = units.lines("dunlin-tmpfiles.conf");
+    let wanted = "d /run/dunlin 0775 root dunlin -";
+    assert!(directory.iter().any(|line| line == wanted), "{directory:?}");
+}
+
+/// The formula of docs/tunnel/operation.md.
+#[test]
+fn i8_the_service_has_the_memory_that_the_default_limits_permit() {
+    let limits = Limits::default();
+    let most = 2 * limits.peer_bytes * limits.trunks as u64 + (2 << 30);
+    let line = format!("MemoryMax={}G", most >> 30);
+    let lines = Units::new().lines("dunlin-tunnel.service");
+    assert!(lines.iter().any(|one| *one == line), "{line}");
+}
+
+#[test]
+fn the_drop_ins_of_the_pages_are_valid() {
+    for (page, count) in [("tunnel/operation.md", 1), ("tunnel/ipsec.md", 1)] {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../docs")
+            .join(page);
+        let text = fs::read_to_string(page).unwrap();
+        let blocks = text.split("```").skip(1).step_by(2);
+        let mut found = 0;
+        for block in blocks.filter(|block| block.contains("[Service]")) {
+            let (_, settings) = block.split_once("[Service]").unwrap();
+            let settings = settings.lines().map(|line| format!("{}\n", line.trim()));
+            let units = Units::new();
+            let settings = settings.collect::<String>();
+            units.add("dunlin-tunnel.service", &format!("[Service]\n{settings}"));
+            units.verify(&["dunlin-tunnel.service"]);
+            found += 1;
+        }
+        assert_eq!(found, count);
+    }
 }
 
 /// With `ProcSubset=pid` the tunnel could not read which ciphers the kernel has. It could not rate

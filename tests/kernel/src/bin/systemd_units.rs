@@ -24,8 +24,10 @@ const TUNNEL: &str = "dunlin-tunnel.service";
 /// The group that may connect to the hypervisors' sockets, and their user.
 const HYPERVISOR: u32 = 4711;
 
-/// The drop-in of docs/tunnel/operation.md for sockets of a group.
-const GROUP: &str = "[Service]\nSupplementaryGroups=hypervisor\n";
+/// The drop-in of docs/tunnel/operation.md for sockets of a group. With `--confine yes` the tunnel
+/// starts only if the unit permits all of its confinement.
+const GROUP: &str = "[Service]\nSupplementaryGroups=hypervisor\nExecStart=\n\
+                     ExecStart=dunlin tunnel run --confine yes --config /etc/dunlin/tunnel.toml\n";
 
 const CAP_NET_ADMIN: u64 = 1 << 12;
 
@@ -58,9 +60,7 @@ fn main() -> ExitCode {
         // A reload reads the renewed certificate, and an unreadable one changes nothing.
         issue(guest);
         manager.systemctl(&["reload", TUNNEL]);
-        manager.wait_for("the refusal", || {
-            status(&manager).contains("not reloaded")
-        });
+        manager.wait_for("the refusal", || status(&manager).contains("not reloaded"));
         passes();
         readable(guest);
         manager.systemctl(&["reload", TUNNEL]);
