@@ -11,7 +11,10 @@ use std::process::{Child, Command, ExitCode};
 use dunlin_kernel_tests::systemd::{Manager, write};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 
+// No other test has three processors, and so none shares the boot: the packages replace commands of
+// busybox.
 const NEEDS: Needs = Needs {
+    cpus: 3,
     packages: &["systemd", "util-linux", "nftables"],
     dunlin: true,
     limit_seconds: 180,
