@@ -276,7 +276,7 @@ fn i8_the_service_has_the_memory_that_the_default_limits_permit() {
     let most = 2 * limits.peer_bytes * limits.trunks as u64 + (2 << 30);
     let line = format!("MemoryMax={}G", most >> 30);
     let lines = Units::new().lines("dunlin-tunnel.service");
-    assert!(lines.iter().any(|one| *one == line), "{line}");
+    assert!(lines.contains(&line), "{line}");
 }
 
 #[test]
