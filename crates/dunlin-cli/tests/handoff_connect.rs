@@ -4,7 +4,6 @@
 
 #[path = "support/host.rs"]
 mod host;
-#[allow(dead_code)]
 #[path = "support/namespaces.rs"]
 mod namespaces;
 #[path = "support/pool.rs"]

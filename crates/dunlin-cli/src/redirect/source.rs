@@ -38,7 +38,19 @@ impl Source {
         Ok(Read {
             redirects: config.redirects,
             port: config.redirect_port,
-            user: config.redirect_user,
+            user: config.redirect_user.unwrap_or_else(usual_user),
         })
     }
+}
+
+/// The user of dunlin-tunnel.service (dist/systemd/dunlin-sysusers.conf).
+const USER: &str = "dunlin-tunnel";
+
+/// The user of the tunnel without a setting: that of the unit, if it exists.
+fn usual_user() -> String {
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let exists = users
+        .lines()
+        .any(|line| line.split(':').next() == Some(USER));
+    if exists { USER } else { "root" }.to_owned()
 }

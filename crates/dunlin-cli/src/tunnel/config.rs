@@ -39,8 +39,9 @@ pub(crate) struct Config {
     pub(crate) redirects: Vec<Redirect>,
     /// First loopback port of the listeners for redirected connections.
     pub(crate) redirect_port: u16,
-    /// The user of the tunnel, besides root: no other may listen on the redirects' ports.
-    pub(crate) redirect_user: String,
+    /// The user of the tunnel, besides root, if one is given: no other may listen on the redirects'
+    /// ports.
+    pub(crate) redirect_user: Option<String>,
     /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,
     /// Settings of lanes over IPsec, if configured.
@@ -171,8 +172,9 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         }
     }
     let redirect_port = redirect::port(&file.redirect_port, found);
-    let root = "root".to_owned();
-    let redirect_user = found.or(&file.redirect_user, root, redirect::parse_user);
+    let redirect_user = found.or(&file.redirect_user, None, |text| {
+        redirect::parse_user(text).map(Some)
+    });
     let others = Others {
         listen: listen.as_ref(),
         redirect_port,

@@ -192,7 +192,13 @@ fn the_tunnel_is_no_root(manager: &Manager) {
     );
     let process = manager.main_process(TUNNEL);
     let user: u32 = process.field("Uid")[0].parse().expect("a number");
-    assert!((61184..=65519).contains(&user), "{process:?}");
+    let users = fs::read_to_string("/etc/passwd").expect("systemd-sysusers wrote it");
+    let line = users
+        .lines()
+        .find(|line| line.starts_with("dunlin-tunnel:"));
+    let number = line.and_then(|line| line.split(':').nth(2));
+    assert_eq!(number, Some(&*user.to_string()), "{process:?}");
+    assert_ne!(user, 0);
     assert!(process.has_at_most(0), "{process:?}");
     assert_eq!(process.field("NoNewPrivs"), ["1"]);
     assert_eq!(process.field("Seccomp"), ["2"]);

@@ -24,7 +24,11 @@ users = ["0"]
 fn made(text: &str) -> Rules {
     let text = text.replace("UNTIL", &today().to_string());
     let config = Config::parse(Path::new("t.toml"), &text).unwrap();
-    rules(&addressed(config.redirects).unwrap(), config.redirect_port)
+    let redirects = addressed(config.redirects, config.redirect_port).unwrap();
+    rules(
+        &redirects,
+        config.redirect_user.as_deref().unwrap_or("root"),
+    )
 }
 
 /// The whole text, as in docs/tunnel/redirect.md.
