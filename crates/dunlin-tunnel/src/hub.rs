@@ -492,6 +492,11 @@ impl Hub {
         self.settle(&mut core);
     }
 
+    /// Whether the control lane is up.
+    pub(super) fn has_control(&self) -> bool {
+        matches!(self.lock().control, Control::Up { .. })
+    }
+
     /// Raises the number of lanes to `lanes`, or to the peer's limit.
     pub(super) fn raise_lanes(&self, lanes: u16) {
         let mut core = self.lock();

@@ -41,6 +41,9 @@ use super::threads::Worker;
 /// The time before a peer that does not answer is dialled again, at first and at most.
 const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 
+/// How often a gate checks whether its trunk has its control lane.
+const LOOK: Duration = Duration::from_millis(200);
+
 /// Keeps a trunk to a peer up, and listens while it is up. Dropping the gate closes the listener;
 /// its channels stay open. The thread of a gate that dials ends when the dial has ended; the tunnel
 /// joins it at its own end.
@@ -80,8 +83,12 @@ fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
             Ok((hub, listeners)) => {
                 (again, reported) = (first, None);
                 let interests = [Interest::read(stopped), Interest::read(hub.stop.wakeup())];
-                // A failure of poll(2) closes the listeners for a moment.
-                let _ = poll(&interests, None);
+                // Without its control lane the trunk opens no channel, and may end soon. A failure
+                // of poll(2) closes the listeners for a moment.
+                while hub.has_control()
+                    && poll(&interests, Some(LOOK)).is_ok_and(|ready| !ready.contains(&true))
+                {
+                }
                 drop(listeners);
             }
             Err(fault) => reported = Some(fault),

@@ -159,7 +159,11 @@ impl Trunks {
             let same = |one: &Peering| one.destination == to;
             match peerings.iter_mut().find(|one| same(one)) {
                 Some(peering) => match &peering.state {
-                    State::Up(hub) if !hub.lock().control.is_over() => return Ok(Arc::clone(hub)),
+                    State::Up(hub) if hub.has_control() => return Ok(Arc::clone(hub)),
+                    State::Up(hub) if !hub.lock().control.is_over() => {
+                        let text = format!("the control lane to {} is lost", to.to);
+                        return Err(Failure::new(FaultCode::ControlLost, text));
+                    }
                     State::Up(_) => peering.state = State::Dialling(Vec::new()),
                     State::Dialling(_) => {
                         let text = format!("a trunk to {} is being dialled", to.to);

@@ -159,6 +159,19 @@ impl Enable {
             .plain_until
             .clone()
             .map(|day| (self.plain_from.clone(), day));
+        for key in host::unreadable_keys(&identity)
+            .iter()
+            .filter(|_| has_systemd())
+        {
+            println!(
+                "note       dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
+                 `chmod -R g+rX {}`, or add the group of the key to the service \
+                 (docs/tunnel/operation.md)",
+                key.display(),
+                identity.display(),
+                identity.display()
+            );
+        }
         if let Some(host) = &conf.host {
             println!(
                 "note       sources connect to {}, which migration_host names; it must be an \

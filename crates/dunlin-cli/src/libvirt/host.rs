@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::{IpAddr, ToSocketAddrs};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,6 +17,8 @@ use crate::identity::{Reading, load_identity};
 const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
 /// The users of QEMU in Debian and in Fedora.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
+/// The group of the services (dist/systemd/dunlin-sysusers.conf).
+const GROUP: &str = "dunlin";
 /// Programs that may listen on a toolstack's ports: QEMU during a migration, and libvirt.
 const TOOLSTACK: [&str; 3] = ["qemu", "libvirtd", "virtqemud"];
 
@@ -72,6 +75,34 @@ pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
         "no certificates for this host: give --identity, or create them (docs/identity.md)\n{}",
         reasons.join("\n")
     )
+}
+
+/// The private keys in an identity's directory that the group of the units may not read.
+pub(super) fn unreadable_keys(identity: &Path) -> Vec<PathBuf> {
+    let groups = fs::read_to_string("/etc/group").unwrap_or_default();
+    let group = groups.lines().find_map(|line| {
+        let line = line.strip_prefix(GROUP)?.strip_prefix(':')?;
+        line.split(':').nth(1)?.parse::<u32>().ok()
+    });
+    let is_readable = |path: &Path| {
+        fs::metadata(path).is_ok_and(|found| {
+            let mode = found.mode();
+            mode & 0o004 != 0 || (Some(found.gid()) == group && mode & 0o040 != 0)
+        })
+    };
+    // libvirt keeps its keys in a subdirectory.
+    let directories = [identity.to_owned(), identity.join("libvirt/private")];
+    let entries = directories
+        .iter()
+        .flat_map(fs::read_dir)
+        .flatten()
+        .flatten();
+    let paths = entries.map(|entry| entry.path());
+    let keys = paths.filter(|path| {
+        let name = path.file_name().unwrap_or_default();
+        name.to_string_lossy().ends_with("key.pem")
+    });
+    keys.filter(|path| !is_readable(path)).collect()
 }
 
 /// The users that connect to peers: libvirt's daemon, and QEMU's user.
