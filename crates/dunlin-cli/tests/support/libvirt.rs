@@ -90,9 +90,13 @@ impl Scene {
         fs::write(self.config(side), text).unwrap();
     }
 
-    /// Kills the tunnel of a host.
+    /// Kills the tunnel of a host. Waits until the other tunnel refuses redirected connections: for
+    /// up to 5 s it tries to reach the peer again, and accepts them.
     pub fn stop(&mut self, side: Side) {
         self.tunnels[side as usize] = None;
+        if self.tunnels[side.other() as usize].is_some() {
+            self.wait_listener(side.other(), false);
+        }
     }
 
     pub fn start(&mut self, side: Side) {
@@ -107,15 +111,21 @@ impl Scene {
     }
 
     /// Waits until both tunnels accept redirected connections, which they do while they reach each
-    /// other. The connections that find it out are not redirected, so the tunnels refuse them.
+    /// other.
     fn wait_open(&self) {
-        let deadline = Instant::now() + TIMEOUT;
         for side in [Side::A, Side::B] {
-            let open = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();
-            while !self.pair.on(side).host().run(open).unwrap() {
-                assert!(Instant::now() < deadline, "{}", self.logs());
-                thread::sleep(Duration::from_millis(20));
-            }
+            self.wait_listener(side, true);
+        }
+    }
+
+    /// Waits until the listener for redirected connections is open or closed. The connections that
+    /// find it out are not redirected, so the tunnel refuses them.
+    fn wait_listener(&self, side: Side, is_open: bool) {
+        let deadline = Instant::now() + TIMEOUT;
+        let connects = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();
+        while self.pair.on(side).host().run(connects).unwrap() != is_open {
+            assert!(Instant::now() < deadline, "{}", self.logs());
+            thread::sleep(Duration::from_millis(20));
         }
     }
 
