@@ -165,7 +165,7 @@ pub(crate) struct MigrateFlags {
     /// decides with `dunlin resolve`.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_limit)]
     pub(crate) doubt_limit: Duration,
-    /// Compare both memories before the switchover; lengthens the downtime.
+    /// Compare both memories before commit, while the guest is paused; lengthens the downtime.
     #[arg(long)]
     pub(crate) verify: bool,
     /// Digest the source's memory once the destination has the VM, for a parent process that

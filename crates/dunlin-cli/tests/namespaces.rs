@@ -167,7 +167,7 @@ fn throttling_makes_a_guest_that_outruns_its_link_converge() {
             downtime.was_promised() && downtime.is_kept(),
             "{downtime:?}"
         );
-        // At the destination the guest runs at full speed.
+        // The guest runs and makes progress at the destination.
         hosts.assert_runs(&destination);
     }
 }

@@ -215,8 +215,8 @@ impl Schedule {
         self.lanes.get(&lane).map(|state| state.course)
     }
 
-    /// Adds `lane`, which the destination has admitted and which carries chunks from now on. At a
-    /// mark, the other lanes wait only for admitted lanes.
+    /// Adds `lane`, which the destination has admitted and which carries chunks from now on. At
+    /// the destination, lanes that wait at a mark wait only for admitted lanes.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
             lane,

@@ -58,7 +58,8 @@ pub(super) struct Received {
 /// A control lane on which this side has selected from the peer's offer.
 pub(super) struct Answered(Received);
 
-/// The two sides have agreed on all terms. The accepting side has not sent *accept* yet.
+/// The two sides have agreed on all terms. On the accepting side, *accept* has not been
+/// sent yet.
 pub(super) struct Agreed {
     pub(super) terms: Terms,
     pub(super) control: ControlStream,

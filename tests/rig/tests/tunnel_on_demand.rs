@@ -1,4 +1,5 @@
-//! QEMU migrates through a listener that is opened only for this migration, as migration tools do.
+//! QEMU migrates through a listener that is opened only for this migration. Migration tools open
+//! one for each migration.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 

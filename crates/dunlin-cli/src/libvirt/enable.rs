@@ -259,7 +259,9 @@ impl Enable {
         let checked = dunlin(&["tunnel", "check"], Some(config))?;
         if !checked.status.success() {
             restore(config, before.as_deref())?;
-            bail!("the configuration would be invalid, and is as before; the reason is above");
+            bail!(
+                "the new configuration would be invalid, so the change was undone; the reason is above"
+            );
         }
         println!("written    {}", config.display());
         Ok(())

@@ -363,8 +363,9 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns a list that admits this peer for the reason for which it was admitted, even with a
-    /// renewed certificate. Use the list for handshakes; then check with [`PeerIdentity::is`]
+    /// Returns a list with only the name or pin that admitted this peer, or, if neither did,
+    /// [`Peers::AnyFromAuthority`]. It also admits a renewed certificate that has the name or fits
+    /// the pin, and it may admit other peers: after a handshake, check with [`PeerIdentity::is`]
     /// whether the admitted peer is this peer.
     #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {

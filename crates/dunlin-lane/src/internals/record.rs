@@ -99,7 +99,10 @@ pub enum OpenError {
     NoRecord,
     /// A length is outside the range of RFC 8446, or the length in the header is not that of the
     /// record.
-    #[error("record length {bytes} from the peer is outside the range of RFC 8446")]
+    #[error(
+        "record length {bytes} from the peer is outside the range of RFC 8446, or is not the length \
+         in the record's header"
+    )]
     Length {
         /// The length of the record's body or of its plaintext.
         bytes: usize,

@@ -199,9 +199,9 @@ impl Sending {
         if lane.is(State::Leaving) {
             self.schedule.leave(number);
         }
-        // The lane asks for work, so its last chunk has been sent. If one chunk is unconfirmed, the
-        // timeout starts no earlier than the time until which the rate cap delayed the last chunk.
-        // If nothing is unconfirmed, the timeout starts now.
+        // The lane asks for work, so its last chunk has been sent. If only that chunk is
+        // unconfirmed, its timeout starts no earlier than when the rate cap allowed it to be sent.
+        // If nothing is unconfirmed, the timeout starts now. Otherwise the timeout does not change.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();

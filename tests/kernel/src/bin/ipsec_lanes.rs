@@ -552,8 +552,8 @@ impl Far {
         self.results.lock().expect("no thread panicked").clone()
     }
 
-    /// Performs a control handshake and returns the identity of the peer, which another authority
-    /// has certified.
+    /// Performs a control handshake in which both ends use `tls`. Returns the client's end, and the
+    /// client's identity as the server sees it.
     fn identify(tls: &Tls) -> (ControlStream, PeerIdentity) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let at = listener.local_addr().expect("the listener is bound");

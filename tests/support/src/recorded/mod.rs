@@ -122,8 +122,7 @@ pub fn read(stream: &ControlStream, stage: Stage) -> Option<(String, Vec<u8>)> {
             let header = Header::decode(bytes[..].try_into().unwrap()).unwrap();
             more(&mut bytes, header.body_bytes())?;
             let message = Message::decode(&header, &bytes[CONTROL_HEADER_BYTES..]).unwrap();
-            // Earlier releases skip a message that a later release has added, so its kind may be
-            // unknown here.
+            // `None`: a message of a kind that this release does not have. A receiver skips it.
             message.map_or("unknown".into(), |message| {
                 message.kind().name().replace(' ', "-")
             })

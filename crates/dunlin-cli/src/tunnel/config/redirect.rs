@@ -30,8 +30,8 @@ const MOST_PEERS: usize = 256;
 /// How far ahead `plain_until` may be.
 const LONGEST_PLAIN: Duration = Duration::days(90);
 
-/// Connections of local users to ports of peers, which the tunnel carries; and what the peers send
-/// in the same way.
+/// Connections of local users to ports of peers, and connections of the peers to the same ports of
+/// this host. The tunnel carries both.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(dead_code, reason = "the tunnel will use the other fields")]
 pub(crate) struct Redirect {

@@ -69,7 +69,8 @@ impl LaneShare {
     }
 }
 
-/// Methods that the session's thread and the thread that reads the control lane call.
+/// Methods called by the session's thread, by the thread that reads the control lane, and, for
+/// [`WorkQueue::set_rate`], by the caller that changes the rate.
 impl WorkQueue {
     pub(in crate::engine) fn new(lanes: Sending, pace: Pace) -> Self {
         Self {
