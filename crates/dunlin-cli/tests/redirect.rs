@@ -21,8 +21,8 @@ use dunlin_rig::hosts::Family;
 use host::in_own_mounts;
 use net::{
     FAMILIES, MEMBER, Net, PORT, ROOT, SERVICE, STRANGER, accept, any, assert_idle, assert_reset,
-    assert_talk, close, dial, dial_from, listen, listen_redirected, loopback, nft, original, seen,
-    wait_for,
+    assert_talk, close, dial, dial_from, listen, listen_redirected, listen_redirected_at, loopback,
+    nft, original, seen, wait_for,
 };
 use support::process::Process;
 use support::{Done, finish};
@@ -151,7 +151,10 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
     net.apply(&net.a);
     net.apply(&net.b);
     for family in FAMILIES {
-        let redirected = [&net.a, &net.b].map(|host| listen_redirected(host, family));
+        // The hosts in the configuration: A and B with IPv4, A and B with IPv6.
+        let first = if family == Family::V4 { 0 } else { 2 };
+        let redirected = [(&net.a, first + 1), (&net.b, first)]
+            .map(|(host, more)| listen_redirected_at(host, family, more));
         let [a, b] = [&net.a, &net.b].map(|host| net.address(host, family));
         // From `a` to `b`: once, at `a`.
         let near = dial(&net.a, ROOT, (b, PORT)).unwrap();

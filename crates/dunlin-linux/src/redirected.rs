@@ -1,8 +1,9 @@
-//! The destination of a connection before nftables or iptables redirected it (`SO_ORIGINAL_DST`,
+//! Redirected connections: addresses of this host, and the destination of a connection before
+//! nftables or iptables redirected it (`SO_ORIGINAL_DST`,
 //! include/uapi/linux/netfilter_ipv4.h and netfilter_ipv6/ip6_tables.h).
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::AsFd;
 
 use rustix::net::{AddressFamily, sockopt};
@@ -27,6 +28,23 @@ pub fn original_destination(socket: impl AsFd) -> io::Result<SocketAddr> {
     };
     let (address, length) = option::get::<ADDRESS_BYTES>(&socket, level, ORIGINAL_DST)?;
     parse(&address, length).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+/// Whether an address is one of this host: packets to it have it as their source too. False if the
+/// kernel has no route to it.
+#[must_use]
+pub fn is_own_address(address: IpAddr) -> bool {
+    let any: IpAddr = match address {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // Sends no packet; the port has no meaning.
+    let connected = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect((address, 9))?;
+        socket.local_addr()
+    });
+    // The source of a packet to another address of loopback is 127.0.0.1.
+    address.is_loopback() || connected.is_ok_and(|from| from.ip() == address)
 }
 
 /// Parses a `struct sockaddr_in` (16 bytes) or a `struct sockaddr_in6` (28 bytes). For IPv4 the
@@ -54,6 +72,16 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn only_addresses_of_this_host_are_its_own() {
+        for own in ["127.0.0.1", "127.0.0.2", "::1"] {
+            assert!(is_own_address(own.parse().unwrap()), "{own}");
+        }
+        for other in ["192.0.2.7", "2001:db8::7"] {
+            assert!(!is_own_address(other.parse().unwrap()), "{other}");
+        }
+    }
 
     #[test]
     fn both_families_are_parsed_and_nothing_else() {

@@ -4,14 +4,16 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::channel;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use dunlin_linux::poll::Wakeup;
+use dunlin_linux::poll::{Interest, Wakeup, poll};
+use dunlin_linux::redirected::is_own_address;
 use dunlin_linux::signals::unblock_in;
 use dunlin_linux::socket::connect_unix;
 use dunlin_proto::fault::FaultCode;
@@ -20,9 +22,13 @@ use super::counted::Counted;
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::meter::{Count, Tally};
+use super::reached::Reached;
 use super::route::Target;
 use super::site::Site;
 use super::socket::{Socket, Stream};
+
+/// How often a channel checks whether the channels to an earlier socket have ended.
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// Connects a channel of `route` to a target. `programs` counts the programs that were started for
 /// the same peers and have not ended.
@@ -38,7 +44,7 @@ pub(super) fn open(
 ) -> Result<Socket, Failure> {
     let deadline = Instant::now() + site.limits.connect;
     let reached = match target {
-        Target::Unix(path) => Some(site.reached.enter(route, path)?),
+        Target::Unix(path) => Some(enter(site, route, path, deadline, stop)?),
         _ => None,
     };
     let opened = match target {
@@ -61,8 +67,35 @@ pub(super) fn open(
     Ok(stream.counted(Count::new(site.meter(route), tally)))
 }
 
-/// Connects to the first address that accepts a connection at `port`. Returns the error of the last
-/// one.
+/// Adds a channel to the socket at `path`. Waits until channels to an earlier socket at the path have
+/// ended: those of a tunnel that was killed end only after some seconds.
+///
+/// # Errors
+/// The errors of [`ReachedSockets::enter`], at the deadline.
+///
+/// [`ReachedSockets::enter`]: super::reached::ReachedSockets::enter
+fn enter(
+    site: &Site,
+    route: &str,
+    path: &Path,
+    deadline: Instant,
+    stop: &Wakeup,
+) -> Result<Reached, Failure> {
+    loop {
+        match site.reached.enter(route, path) {
+            Err(failure)
+                if failure.code() == FaultCode::TargetReplaced
+                    && Instant::now() < deadline
+                    && poll(&[Interest::read(stop)], Some(AGAIN)).is_ok_and(|it| it == [false]) => {
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Connects to the first of these addresses of this host that accepts a connection at `port`. Returns
+/// the error of the last one. An address of another host is refused, because the connection would
+/// carry the channel's bytes there in the clear.
 fn connect_first(
     site: &Site,
     addresses: &[IpAddr],
@@ -72,6 +105,11 @@ fn connect_first(
 ) -> io::Result<TcpStream> {
     let mut result = Err(io::ErrorKind::AddrNotAvailable.into());
     for address in addresses {
+        if !is_own_address(*address) {
+            let text = format!("{address} is not an address of this host: correct the target");
+            result = Err(io::Error::new(io::ErrorKind::AddrNotAvailable, text));
+            continue;
+        }
         let to = SocketAddr::new(*address, port).to_string();
         result = site.connector.connect(&to, deadline, stop);
         if result.is_ok() {

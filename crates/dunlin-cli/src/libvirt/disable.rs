@@ -3,11 +3,11 @@
 use std::fs;
 use std::io::ErrorKind;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use super::enable::{SYSCTL, record, write_file};
-use super::programs::{ConfigPath, UNITS, dunlin, has_systemd, systemctl};
+use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
 use super::{block, reserved};
 use crate::code::DONE;
@@ -32,11 +32,17 @@ impl Disable {
             Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
             other => other.with_context(|| format!("cannot read {}", config.display()))?,
         };
+        ensure!(
+            block::is_in(&text),
+            "{} has no block of `dunlin libvirt enable`, so nothing was changed: give --config, or \
+             remove the rules with `dunlin redirect remove`",
+            config.display()
+        );
+        // A file with a mistake is not changed: it may have other redirects.
+        let parsed = Config::parse(config, &text)?;
+        let has_others = parsed.redirects.iter().any(|one| one.name != NAME);
         let rest = block::remove(&text)?;
         let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
-        // What is left may have no route, and is then invalid.
-        let others = Config::parse(config, &rest).map(|rest| rest.redirects);
-        let has_others = others.is_ok_and(|others| !others.is_empty());
         if has_others {
             write_file(config, &rest)?;
             if !dunlin(&["redirect", "apply"], Some(config))?
@@ -70,14 +76,12 @@ impl Disable {
                 bail!("the units cannot be disabled: disable them with systemctl");
             }
         }
-        if block::is_in(&text) {
-            match is_empty {
-                true => fs::remove_file(config)
-                    .with_context(|| format!("cannot remove {}", config.display()))?,
-                false => write_file(config, &rest)?,
-            }
-            println!("restored   {}", config.display());
+        match is_empty {
+            true => fs::remove_file(config)
+                .with_context(|| format!("cannot remove {}", config.display()))?,
+            false => write_file(config, &rest)?,
         }
+        println!("restored   {}", config.display());
         if has_systemd() && !is_empty {
             systemctl(&["try-reload-or-restart", UNITS[2]])?;
         }

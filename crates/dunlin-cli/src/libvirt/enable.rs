@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::unix::fs::{MetadataExt, chown};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -150,8 +151,10 @@ impl Enable {
         };
         let (earlier, plain) = self.earlier()?;
         let mut peers = peers;
-        for peer in earlier {
-            if !peers.iter().any(|one| one.addresses == peer.addresses) {
+        for mut peer in earlier {
+            let is_new = |at: &IpAddr| !peers.iter().any(|one| one.addresses.contains(at));
+            peer.addresses.retain(is_new);
+            if !peer.addresses.is_empty() {
                 peers.push(peer);
             }
         }
@@ -390,8 +393,17 @@ pub(super) fn write_file(config: &Path, text: &str) -> Result<()> {
     if let Some(directory) = config.parent() {
         fs::create_dir_all(directory).with_context(what)?;
     }
+    // A link stays a link.
+    let config = &fs::canonicalize(config).unwrap_or_else(|_| config.to_owned());
     let fresh = config.with_extension("new");
     fs::write(&fresh, text)
+        .and_then(|()| match fs::metadata(config) {
+            Ok(before) => {
+                chown(&fresh, Some(before.uid()), Some(before.gid()))?;
+                fs::set_permissions(&fresh, before.permissions())
+            }
+            Err(_) => Ok(()),
+        })
         .and_then(|()| fs::rename(&fresh, config))
         .with_context(what)
 }

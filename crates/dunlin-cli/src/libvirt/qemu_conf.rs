@@ -52,8 +52,15 @@ impl QemuConf {
             first <= last,
             "migration_port_min = {first} is above migration_port_max = {last}: correct them"
         );
-        let address = set.get("migration_address");
-        let address = address.and_then(|text| text.parse::<IpAddr>().ok());
+        let address = set.get("migration_address").map(|text| {
+            text.parse::<IpAddr>().map_err(|_| {
+                anyhow!(
+                    "migration_address = {text:?} is not an address: write the address at which \
+                     QEMU listens, or give it with --local"
+                )
+            })
+        });
+        let address = address.transpose()?;
         Ok(Self {
             ports: format!("{first}-{last}").parse()?,
             address: address.filter(|address| !address.is_unspecified()),
@@ -119,6 +126,7 @@ mod tests {
         for text in [
             "migration_port_min = 70000",
             "migration_port_min = many",
+            "migration_address = \"b.example\"",
             "migration_port_min = 50000\nmigration_port_max = 49999",
         ] {
             assert!(QemuConf::parse(text).is_err(), "{text}");

@@ -62,8 +62,7 @@ fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
         rules.concat()
     };
     let redirect = all(&|to| {
-        let users: Vec<_> = to.redirect.users.iter().map(|user| quoted(user)).collect();
-        let users = format!("meta skuid {{ {} }} ", users.join(", "));
+        let users = format!("meta skuid {{ {} }} ", users(&to.redirect));
         let ports: BTreeSet<u16> = to.listeners.values().copied().collect();
         let rules = ports.into_iter().map(|port| {
             let verdict = format!("redirect to :{port}");
@@ -71,8 +70,7 @@ fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
         });
         rules.collect()
     });
-    let owned = owned(redirects, owner);
-    let local = format!("{owned}{LOCAL}");
+    let local = listeners(redirects, owner) + LOCAL;
     let reject = all(&|to| to_peers(to, "", RESET, "rejected", None));
     let from_wire = all(&from_wire);
     let mark = format!("\t\tiif \"lo\" accept comment \"{MARK}{digest}\"\n");
@@ -101,24 +99,51 @@ fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
 /// addresses of all hosts therefore serves each of them.
 const LOCAL: &str = "\t\tfib daddr type local return\n";
 
-/// A rule for the answers of the tunnel's listeners: while the tunnel does not run, another user's
-/// program could listen on their ports and would receive the toolstack's connections.
-fn owned(redirects: &[Addressed], owner: &str) -> String {
-    let ports: BTreeSet<u16> = redirects
-        .iter()
-        .flat_map(|to| to.listeners.values().copied())
-        .collect();
-    let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
-    let mut users = vec!["0".to_owned()];
-    if owner != "root" {
-        users.push(quoted(owner));
+/// Rules for the tunnel's listeners, which follow the addresses' translation.
+///
+/// Only the tunnel's user may send a SYN from their ports: another user's program could listen
+/// there while the tunnel does not, or connect to a client of the toolstack that waits for an answer
+/// (TCP's simultaneous open). A socket without a known user is rejected too.
+///
+/// The kernel remembers the translation of a connection for some seconds after its reset, and
+/// applies it to a new connection from the same port without a look at `nat_output`. Users that may
+/// not be redirected are therefore rejected here as well.
+fn listeners(redirects: &[Addressed], owner: &str) -> String {
+    let of = |to: &Addressed| to.listeners.values().copied().collect::<BTreeSet<u16>>();
+    let all: BTreeSet<u16> = redirects.iter().flat_map(of).collect();
+    let owner = match owner {
+        "root" => "0".to_owned(),
+        other => format!("0, {}", quoted(other)),
+    };
+    let sent = format!(
+        "oif \"lo\" tcp sport {{ {} }} tcp flags & syn == syn",
+        list(&all)
+    );
+    let mut text = format!(
+        "\t\t{sent} meta skuid {{ {owner} }} return\n\
+         \t\t{sent} counter drop comment \"listeners\"\n"
+    );
+    for to in redirects {
+        let (name, ports) = (&to.redirect.name, to.redirect.ports);
+        let _ = writeln!(
+            text,
+            "\t\ttcp dport {{ {} }} ct original proto-dst {ports} {SYN} meta skuid != {{ {} }} \
+             counter {RESET} comment \"{name} rejected\"",
+            list(&of(to)),
+            users(&to.redirect)
+        );
     }
-    format!(
-        "\t\toif \"lo\" tcp sport {{ {} }} tcp flags & (syn | ack) == (syn | ack) meta skuid != {{ \
-         {} }} counter drop comment \"another user's listener\"\n",
-        ports.join(", "),
-        users.join(", ")
-    )
+    text
+}
+
+fn list(ports: &BTreeSet<u16>) -> String {
+    let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
+    ports.join(", ")
+}
+
+fn users(redirect: &Redirect) -> String {
+    let users: Vec<_> = redirect.users.iter().map(|user| quoted(user)).collect();
+    users.join(", ")
 }
 
 /// A connection's first segment.

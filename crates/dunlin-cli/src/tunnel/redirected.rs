@@ -2,10 +2,11 @@
 //! ports of this host.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
 use anyhow::{Result, anyhow};
 use dunlin::lane::peers::{Peer, Peers};
+use dunlin_linux::redirected::is_own_address;
 use dunlin_tunnel::{Entrance, Exit, Listen, Ports, Routes, Target};
 
 use super::config::Config;
@@ -62,7 +63,7 @@ fn peers_by_address(
         let identity = identity(peer)?;
         let mut addresses = addresses(&redirect.name, &peer.host);
         // One configuration may serve all hosts; this host keeps no trunk to itself.
-        addresses.retain(|address| !is_own(*address));
+        addresses.retain(|address| !is_own_address(*address));
         for address in addresses {
             let at = listeners.port(&peer.host);
             let (_, peers) = all.entry(address).or_insert((at, Vec::new()));
@@ -92,18 +93,4 @@ fn addresses(redirect: &str, host: &str) -> Vec<IpAddr> {
             Vec::new()
         }
     }
-}
-
-/// Whether an address is one of this host: packets to it have it as their source too.
-fn is_own(address: IpAddr) -> bool {
-    let any: IpAddr = match address {
-        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    // Sends no packet; the port has no meaning.
-    let connected = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect((address, 9))?;
-        socket.local_addr()
-    });
-    connected.is_ok_and(|from| from.ip() == address)
 }

@@ -24,7 +24,7 @@ pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 /// The first port of the redirect, and the first of other services' ports.
 pub const PORT: u16 = 49152;
 pub const SERVICE: u16 = 22000;
-/// The port of the listener for redirected connections.
+/// The first port of the listeners for redirected connections.
 pub const REDIRECT: u16 = 18301;
 /// A user with redirected connections, besides root, and one with rejected ones.
 pub const MEMBER: u32 = 4242;
@@ -182,9 +182,19 @@ pub fn close(listener: &TcpListener) {
     rustix::net::shutdown(listener, Shutdown::Both).unwrap();
 }
 
-/// Listens for redirected connections, as the tunnel does.
+/// Listens for redirected connections to the peer of [`Net::usual`], as the tunnel does.
 pub fn listen_redirected(host: &Host, family: Family) -> TcpListener {
-    listen(host, (loopback(family), REDIRECT))
+    let more = match family {
+        Family::V4 => 0,
+        Family::V6 => 1,
+    };
+    listen_redirected_at(host, family, more)
+}
+
+/// Listens at one of the redirects' ports; `more` is the position of the host in `peers`, sorted as
+/// texts.
+pub fn listen_redirected_at(host: &Host, family: Family, more: u16) -> TcpListener {
+    listen(host, (loopback(family), REDIRECT + more))
 }
 
 pub fn loopback(family: Family) -> IpAddr {

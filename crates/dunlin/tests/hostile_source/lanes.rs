@@ -178,6 +178,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     refused(&mut peer, 1, FaultCode::SecurityNotAgreed);
     let mut newer = good(1);
     newer.version = 9;
+    let newer = proved(newer, &accept.secret);
     let _newer = open_lane(to, Some(&client), &newer);
     refused(&mut peer, 1, FaultCode::VersionMismatch);
 

@@ -179,6 +179,11 @@ pub fn describe() -> Message {
 
 pub fn lane_open(session: [u8; 16], secret: &SessionSecret, lane: u16) -> LaneOpen {
     let open = LaneOpen::unproved(VERSIONS.max, session, lane, LaneDirection::FromDialer);
+    proved(open, secret)
+}
+
+/// The message with its proof.
+pub fn proved(open: LaneOpen, secret: &SessionSecret) -> LaneOpen {
     let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&secret.0).unwrap();
     mac.update(&open.mac_input());
     LaneOpen {
