@@ -9,10 +9,11 @@ mod tunnel;
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::set_reset_on_close;
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
 use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted, with_timeout};
@@ -303,5 +304,68 @@ fn i6_another_users_listener_gets_no_redirected_connection() {
         }
         program.kill().unwrap();
         program.wait().unwrap();
+    }
+}
+
+/// A program of a user on host A that connects from a fixed port, prints `connected` and reads.
+fn dialler(scene: &Scene, user: &str, from: u16, to: SocketAddr) -> Child {
+    let mut command = scene.a.command("setpriv");
+    command.args([
+        "--reuid",
+        user,
+        "--clear-groups",
+        "/usr/bin/perl",
+        "-MIO::Socket::INET",
+        "-e",
+    ]);
+    let script = format!(
+        "$s = IO::Socket::INET->new(LocalPort => {from}, ReuseAddr => 1, PeerAddr => '{}', \
+         PeerPort => {}, Timeout => 3) or exit 3; $| = 1; print \"connected\\n\"; sysread $s, $x, 1",
+        to.ip(),
+        to.port()
+    );
+    command.arg(script).stdout(Stdio::piped()).spawn().unwrap()
+}
+
+/// For some seconds the kernel remembers the translation of a connection that was reset.
+///
+/// Claim H12 of docs/security.
+#[test]
+fn i6_the_port_of_a_redirected_connection_gives_no_other_user_a_redirect() {
+    let Some(scene) = Scene::new() else { return };
+    let listener = scene.listen(Ipv4Addr::LOCALHOST.into());
+    let to = SocketAddr::new(scene.link.address(&scene.b, Family::V4), PORT);
+    const FROM: u16 = 41_000;
+    for (user, connects) in [("root", true), ("daemon", false), ("root", true)] {
+        let mut program = dialler(&scene, user, FROM, to);
+        if connects {
+            let server = accepted(&listener);
+            set_reset_on_close(&server).unwrap();
+        }
+        let status = program.wait().unwrap();
+        assert_eq!(status.code() == Some(3), !connects, "{user}: {status}");
+    }
+}
+
+/// TCP's simultaneous open needs no listener: a SYN from the tunnel's port would be enough.
+///
+/// Claim H15 of docs/security.
+#[test]
+fn i6_another_user_sends_no_syn_from_the_tunnels_port() {
+    let Some(mut scene) = Scene::new() else {
+        return;
+    };
+    scene.near.signal("KILL");
+    scene.near.child.wait().unwrap();
+    let server = scene.a.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
+    let server = server.unwrap().unwrap();
+    let to = server.local_addr().unwrap();
+    for (user, connects) in [("daemon", false), ("root", true)] {
+        let mut program = dialler(&scene, user, REDIRECT_PORT + 1, to);
+        if connects {
+            drop(accepted(&server));
+        }
+        let status = program.wait().unwrap();
+        assert_eq!(status.code() == Some(3), !connects, "{user}: {status}");
     }
 }
