@@ -141,8 +141,13 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             }
             Work::End { frames } => {
                 let header = Frame::End { frames }.to_bytes();
-                let ended = sender.send(&header).and_then(|()| sender.finish());
-                break ended.map(drop).map_err(|error| failed(lane, &error));
+                let ended = sender.send(&header).and_then(|()| match sender.finish() {
+                    // The peer closes the connection when it has read the end, maybe before this
+                    // side does. What it has not acknowledged is sent again in any case.
+                    Err(SendError::Io(_) | SendError::PeerClosed) => Ok(()),
+                    result => result.map(drop),
+                });
+                break ended.map_err(|error| failed(lane, &error));
             }
             Work::Again { data, token } => send(&mut sender, &data, &token),
             Work::Read { channel, most } => {
