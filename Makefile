@@ -33,10 +33,10 @@ audit:
 # The limit of lines of product code: 54,000, less 258 lines that moved from crates/ to tests/, plus
 # 210 for the demo's check outside the downtime, plus 350 for confinement of the hand-off, special
 # files in journals, revocation in hand-offs, expired peers and the codes of rejected connections, plus
-# 4,900 for redirects: 1,400 for their rules, 900 for libvirt's commands, 1,000 for owners, rates and
+# 4,958 for redirects: 1,450 for their rules, 900 for libvirt's commands, 1,000 for owners, rates and
 # replaced sockets of routes, 550 for the side that opens all lanes, and the rest for the listeners, the
 # probe and the status. A change that raises the limit states its reason here.
-LINES_LIMIT = 59202
+LINES_LIMIT = 59260
 
 # Runs the checks that CI runs before the tests.
 check:

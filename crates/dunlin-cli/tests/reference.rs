@@ -83,11 +83,17 @@ fn the_page_of_the_configuration_has_every_key() {
     let limits = route.replace("route.ram", "limits");
     let ipsec = route.replace("route.ram", "ipsec");
     let peer = route.replace("route.ram", "peer.b");
+    let redirect = route.replace("route.ram", "redirect.vm");
     for (heading, table, more) in [
-        ("The file", "", &["limits", "ipsec", "peer", "route"][..]),
+        (
+            "The file",
+            "",
+            &["limits", "ipsec", "peer", "redirect", "route"][..],
+        ),
         ("`[limits]`", &*limits, &[]),
         ("`[route.NAME]`", route, &[]),
         ("`[peer.NAME]`", &*peer, &[]),
+        ("`[redirect.NAME]`", &*redirect, &[]),
         ("`[ipsec]`", &*ipsec, &[]),
     ] {
         let mut written = keys(&page, heading);

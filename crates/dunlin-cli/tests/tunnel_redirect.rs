@@ -60,10 +60,22 @@ impl Scene {
             );
             let file = files.scratch.join(format!("{name}.toml"));
             fs::write(&file, config).unwrap();
-            apply(&link, host, [&a, &b]);
+            count(host);
+            let mut apply = words("redirect apply --config");
+            apply
+                .arg(&file)
+                .arg("--run-dir")
+                .arg(files.scratch.join(format!("rules-{name}")));
+            apply
+                .arg("--state-dir")
+                .arg(files.scratch.join(format!("state-{name}")));
+            finish(host.enter(&apply)).expect(0);
             let mut command = words("tunnel run --confine no --config");
             command.arg(&file).arg("--control");
             command.arg(control(&files).join(name));
+            command
+                .arg("--redirect-state")
+                .arg(files.scratch.join(format!("rules-{name}")));
             Tunnel::follow(host.enter(&command), file)
         };
         let (near, far) = (start(&a, "a"), start(&b, "b"));
@@ -149,11 +161,7 @@ fn count(host: &Host) {
         &format!(
             "table inet test {{
              counter clear {{ }}
-             chain nat {{ type nat hook output priority -100; fib daddr type local return;
-               ip daddr {{ {v4} }} tcp dport {PORTS} redirect to :{REDIRECT_PORT}
-               ip6 daddr {{ {v6} }} tcp dport {PORTS} redirect to :{REDIRECT_PORT}
-             }}
-             chain in {{ type filter hook input priority 0; iif lo accept;
+             chain in {{ type filter hook prerouting priority -300; iif lo accept;
                tcp dport {PORTS} counter name clear
              }}
              }}
@@ -234,7 +242,7 @@ fn a_connection_that_was_not_redirected_is_refused_and_shown_by_status() {
     let status = finish(scene.a.enter(&status)).expect(0).lines();
     let tunnel = status.iter().find(|one| one["event"] == "tunnel").unwrap();
     assert_eq!(tunnel["redirect"]["refused"], 1, "{tunnel}");
-    assert_eq!(tunnel["redirect"]["rules"]["state"], "unknown", "{tunnel}");
+    assert_eq!(tunnel["redirect"]["rules"]["state"], "applied", "{tunnel}");
 }
 
 /// While the tunnel is stopped, the rules stay, and nothing leaves the host in the clear.

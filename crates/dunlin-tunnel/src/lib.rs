@@ -32,9 +32,9 @@
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
 //!   cancels.
 //! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `open`: dials a lane.
-//!   `exit`: connects a
-//!   channel of the peer. `target`: connects to a socket or starts a program. `parameter`: what a
-//!   channel may choose in a target.
+//!   `exit`: connects a channel of the peer. `target`: connects to a socket or starts a program.
+//!   `reached`: which socket a path's channels are connected to. `parameter`: what a channel may
+//!   choose in a target.
 //! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
 //!   `control`: the state of its control lane. `channels`: the connections of a trunk, and how each
 //!   ends.
@@ -68,6 +68,7 @@ mod options;
 mod parameter;
 mod piece;
 mod port;
+mod probe;
 mod rate;
 mod reached;
 mod receive;
@@ -118,7 +119,7 @@ pub use options::{
 };
 pub use probe::Probe;
 pub use rate::LEAST_RATE;
-pub use route::{Listen, RelayExit, Target};
+pub use route::{Listen, Ports, RelayExit, Target};
 pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};

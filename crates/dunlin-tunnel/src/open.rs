@@ -27,7 +27,7 @@ pub(super) fn dial(
 ) -> Result<DataSender, Failure> {
     let terms = &hub.terms;
     let at = terms.lanes_at.to_string();
-    let what = "cannot create an eventfd";
+    let what = "cannot create a socket pair";
     let cancel = DialCancel::new().or_failure(FaultCode::LaneLost, what)?;
     {
         let mut core = hub.lock();

@@ -137,6 +137,9 @@ pub enum BadRouteReason {
         /// The target.
         target: Target,
     },
+    /// The route's mode is *relay*, and its connections are redirected.
+    #[error("a relay carries no port, which redirected connections need")]
+    RedirectedRelay,
     /// The route creates no unix socket that could have permissions.
     #[error("the route listens on no unix socket that could have an owner, a group or a mode")]
     NoUnixSocket,
@@ -202,9 +205,7 @@ impl Routes {
         Ok(Self {
             entrances,
             exits,
-            relays: Vec::new(),
-            rates: Rates::default(),
-            access: BTreeMap::new(),
+            ..Self::default()
         })
     }
 

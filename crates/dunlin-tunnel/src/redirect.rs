@@ -161,7 +161,7 @@ fn listeners(carriers: &Carriers, port: u16) -> io::Result<Vec<Worker>> {
 /// The state of a listener's thread.
 struct Listening {
     carriers: Carriers,
-    listener: Listener,
+    listener: LastingListener,
     /// A number for each route and peer: channels with the same number are connected in the order
     /// of acceptance. Only configured peers get one.
     numbers: BTreeMap<(String, String), u64>,

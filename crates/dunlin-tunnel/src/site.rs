@@ -19,6 +19,7 @@ use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
 use super::rate::{Pacer, Rates};
 use super::reached::ReachedSockets;
+use super::route::Listen;
 use super::status::RouteStatus;
 use super::threads::Threads;
 use dunlin_lane::dial::{Connector, StandardConnector};

@@ -247,7 +247,9 @@ impl Trunks {
                 let (to, why) = (to.to.clone(), failure.clone());
                 let reason = format!("{} ({})", failure.text(), failure.code());
                 lock(&self.failures).insert(to.clone(), reason);
-                self.site.report(Event::TrunkFailed { to, failure: why });
+                if !dialling.is_empty() {
+                    self.site.report(Event::TrunkFailed { to, failure: why });
+                }
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
                 refused.collect()
             }

@@ -75,7 +75,7 @@ fn through(tunnel: &Tunnel, port: u16) -> TcpStream {
         listen: Listen::Tcp("127.0.0.1:0".parse().unwrap()),
         lanes: None,
         once: true,
-        access: None,
+        access: dunlin_tunnel::FileAccess::default(),
     };
     let listener = tunnel.open(&demand).unwrap();
     let Listen::Tcp(at) = listener.listen() else {

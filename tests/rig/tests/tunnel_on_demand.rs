@@ -64,7 +64,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
         listen: Listen::Unix(place.clone()),
         lanes: Some(3),
         once: false,
-        access: None,
+        access: dunlin_tunnel::FileAccess::default(),
     };
     let listener = near.open(&demand).unwrap();
 

@@ -154,7 +154,8 @@ impl Remove {
         if let Some(table) = Table::live()?
             && !self.force
         {
-            let under_way = redirected(&established()?, Some(port)).len();
+            let ports = table.redirect_ports();
+            let under_way = redirected(&established()?, Some(&ports)).len();
             if under_way > 0 {
                 bail!(
                     "{} redirected to the tunnel under way (at fault: this side), which this \

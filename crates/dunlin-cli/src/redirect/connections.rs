@@ -21,11 +21,14 @@ pub(super) fn established() -> Result<Vec<TcpConnection>> {
 }
 
 /// This host's ends of redirected connections, by their other ends: a listener on loopback has
-/// accepted them from an address of the network. With a port, only those of the listener there.
-pub(super) fn redirected(all: &[TcpConnection], port: Option<u16>) -> BTreeSet<SocketAddr> {
+/// accepted them from an address of the network. With ports, only those of the listeners there.
+pub(super) fn redirected(
+    all: &[TcpConnection],
+    ports: Option<&BTreeSet<u16>>,
+) -> BTreeSet<SocketAddr> {
     let accepted = all.iter().filter(|one| {
         let is_redirected = one.local.ip().is_loopback() && !one.peer.ip().is_loopback();
-        is_redirected && port.is_none_or(|port| one.local.port() == port)
+        is_redirected && ports.is_none_or(|ports| ports.contains(&one.local.port()))
     });
     accepted.map(|one| one.peer).collect()
 }

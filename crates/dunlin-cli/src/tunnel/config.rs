@@ -3,6 +3,7 @@
 
 mod ipsec;
 pub(crate) mod rate;
+pub(crate) mod redirect;
 mod relay;
 pub(crate) mod socket;
 mod stripe;
@@ -21,6 +22,7 @@ use toml::Spanned;
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
 use rate::PeerTable;
+use redirect::{Others, Redirect, RedirectTable};
 use table::{Found, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
@@ -184,7 +186,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     };
     let redirects = redirect::check(&file.redirect, is_prepared, &others, found);
     let rates = rate::check(&file.route, &file.peer, found);
-    if file.route.is_empty() {
+    if file.route.is_empty() && file.redirect.is_empty() {
         let text = "the file has no route: add [route.NAME] with listen and to on the host that \
                     accepts connections, and with target and allow on the other, or \
                     [redirect.NAME] for a toolstack's range of ports";

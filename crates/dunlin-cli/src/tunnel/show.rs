@@ -32,9 +32,14 @@ pub(crate) fn show(line: &TunnelLine) {
     );
     for route in &line.routes {
         println!("  {}", clean(&of_route(route, line.over_ms)));
+        show_lost(route.lost.as_deref());
         if let Some(why) = &route.trouble {
             println!("    last attempt to connect failed: {}", clean(why));
         }
+    }
+    if let Some(redirect) = &line.redirect {
+        let refused = count(redirect.refused, "connection");
+        println!("  redirect: {}; {refused} refused", redirect.rules.text());
     }
     for listener in &line.listeners {
         let closed = if listener.listens {

@@ -18,7 +18,7 @@ users = ["root"]
 #[test]
 fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
     let config = Config::parse(Path::new("t.toml"), CONFIG).unwrap();
-    let redirects = addressed(config.redirects).unwrap();
+    let redirects = addressed(config.redirects, 18301).unwrap();
     for (local, peer, expected) in [
         ("192.0.2.1:40000", "192.0.2.2:49152", true),
         ("192.0.2.1:49215", "192.0.2.2:40000", true),
@@ -46,7 +46,7 @@ fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
         };
         let both = [one, tunnel];
         assert_eq!(unprotected(&both, &redirects), []);
-        assert_eq!(redirected(&both, Some(18301)), [local].into());
-        assert_eq!(redirected(&both, Some(18302)), [].into());
+        assert_eq!(redirected(&both, Some(&[18301].into())), [local].into());
+        assert_eq!(redirected(&both, Some(&[18302].into())), [].into());
     }
 }

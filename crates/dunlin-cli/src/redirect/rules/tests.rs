@@ -55,6 +55,7 @@ fn the_digest_covers_what_the_rules_depend_on_and_no_more() {
         ("\"root\"", "\"nova\""),
         ("\"192.0.2.9\"", "\"192.0.2.8\""),
         ("listen", "redirect_port = 18302\nlisten"),
+        ("listen", "redirect_user = \"dunlin\"\nlisten"),
         ("redirect.pve", "redirect.proxmox"),
     ] {
         let changed = CONFIG.replacen(good, other, 1);
@@ -82,11 +83,11 @@ fn two_peers_with_one_address_need_one_identity() {
         .replace("\"192.0.2.3\"", "\"localhost\"")
         .replace("\"192.0.2.2\"", "\"127.0.0.1\"");
     let config = Config::parse(Path::new("t.toml"), &text).unwrap();
-    let error = addressed(config.redirects).unwrap_err().to_string();
+    let error = addressed(config.redirects, 18301).unwrap_err().to_string();
     assert!(error.contains("127.0.0.1"), "{error}");
     let same = text.replace("c.example", "b.example");
     let config = Config::parse(Path::new("t.toml"), &same).unwrap();
-    assert!(addressed(config.redirects).is_ok());
+    assert!(addressed(config.redirects, 18301).is_ok());
     // Only the lookup shows that the name is a peer of plain_from.
     let plain = same.replace("\"192.0.2.9\"", "\"127.0.0.1\"").replace(
         "[redirect.pve]\nports = \"60000\"\npeers = { \"127.0.0.1\"",
@@ -94,6 +95,6 @@ fn two_peers_with_one_address_need_one_identity() {
     );
     let plain = plain.replacen("\"127.0.0.1\" = \"b.example\", ", "", 1);
     let config = Config::parse(Path::new("t.toml"), &plain).unwrap();
-    let error = addressed(config.redirects).unwrap_err().to_string();
+    let error = addressed(config.redirects, 18301).unwrap_err().to_string();
     assert!(error.contains("plain_from"), "{error}");
 }

@@ -40,7 +40,7 @@ fn counters_are_those_of_the_rules_comments() {
         ],
     );
     assert_eq!(table.digest(), Some("00ff"));
-    assert_eq!(table.redirect_port(), Some(18301));
+    assert_eq!(table.redirect_ports(), [18301].into());
     let counters = table.counters();
     let plain = [("192.0.2.9", 32), ("2001:db8::9", 64)];
     let expected = Counters {

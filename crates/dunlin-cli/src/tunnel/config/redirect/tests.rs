@@ -126,12 +126,7 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("lanes = 8", "security = \"plain\"", 16, "write \"tls\""),
         ("lanes = 8", "lane = 8", 16, "lane"),
         ("\"32M\"", "\"1K\"", 17, "256K to 1G"),
-        (
-            "0.0.0.0:18300",
-            "0.0.0.0:18301",
-            4,
-            "redirect_port are both",
-        ),
+        ("0.0.0.0:18300", "0.0.0.0:18301", 4, "from redirect_port on"),
         (
             "0.0.0.0:18300\"",
             "0.0.0.0:18300\"\nredirect_port = 0",
