@@ -18,9 +18,8 @@
 //! A tunnel therefore keeps the capabilities for other users' sockets, for low ports and, if its
 //! configuration sets owners of sockets, for changing owners. It reads files and creates local
 //! sockets wherever file permissions allow, but writes, creates and executes no other files. It
-//! removes files only in the directory of control sockets and in those of the sockets that it
-//! had at its start. `handoff accept`
-//! keeps less, because it needs no low ports and removes no files.
+//! removes files only in the directory of control sockets and in those of the sockets that it had at
+//! its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
 
 mod calls;
 mod files;

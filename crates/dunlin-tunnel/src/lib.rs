@@ -40,7 +40,8 @@
 //!   ends.
 //! - `relay`: channels that are not striped; each has its own TLS connection, to any program.
 //! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
-//!   sockets. `meter` and `counted`: counters. `rate`: limits of rates. `threads`: threads that are joined.
+//!   sockets. `meter` and `counted`: counters. `rate`: limits of rates. `threads`: threads that are
+//!   joined.
 //!
 //! A trunk has these threads: the talker, the reader of the control lane, the poller for slow
 //! consumers, and one per lane and direction.
