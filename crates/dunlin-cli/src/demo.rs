@@ -19,7 +19,7 @@ use dunlin_microvm::GuestKind;
 use crate::code::FAILED;
 use crate::display::Display;
 use crate::line::{FailedLine, Line, MovedLine};
-use crate::options::{GUESTS, MigrateFlags, SecurityName, named, parse_bytes, parse_lanes};
+use crate::options::{GUESTS, LaneCount, MigrateFlags, SecurityName, named, parse_bytes};
 use crate::process::{Pair, Scratch};
 use crate::vm::request::ANSWER_LIMIT;
 use crate::vm::status;
@@ -35,9 +35,9 @@ pub(crate) struct Demo {
     /// The guest's memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
-    /// Number of data lanes, 1 to 128.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
-    lanes: u16,
+    /// Number of data lanes, 1 to 128; `auto` takes one for each CPU, from 2 to 8.
+    #[arg(long, value_name = "N|auto", default_value = "auto")]
+    lanes: LaneCount,
     /// Security of the data lanes.
     #[arg(long, value_enum, default_value_t)]
     security: SecurityName,
@@ -73,7 +73,7 @@ impl Demo {
                  over {} {} lanes",
                 self.memory >> 20,
                 self.dirty_rate,
-                self.lanes,
+                self.lanes.resolve(None),
                 LaneSecurity::from(self.security),
             ));
         }
@@ -126,7 +126,7 @@ impl Demo {
                 serde_json::json!({
                     "guest": name_of(guest),
                     "memory_bytes": later.memory_bytes,
-                    "lanes": self.lanes,
+                    "lanes": self.lanes.resolve(None),
                     "security": LaneSecurity::from(self.security).to_string(),
                     "iterations": moved.iterations.len(),
                     "source_pid": pair.source.id(),

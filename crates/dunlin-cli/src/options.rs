@@ -10,6 +10,7 @@ use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, FromArgMatches, ValueEnum};
 use dunlin::engine::source::{AtTimeLimit, LaneSecurity, Options, OptionsBuilder};
+use dunlin::lane::fastest;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::xfrm::esp_offload;
@@ -141,9 +142,10 @@ pub(crate) struct MigrateFlags {
     /// The destination's host and port.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) to: String,
-    /// Number of data lanes, 1 to 128.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
-    pub(crate) lanes: u16,
+    /// Number of data lanes, 1 to 128; `auto` takes one for each CPU, from 2 to 8, but no more than
+    /// `--rate` needs.
+    #[arg(long, value_name = "N|auto", default_value = "auto")]
+    pub(crate) lanes: LaneCount,
     /// Security of the data lanes; `plain` needs `--allow-plain` at the destination, `ipsec` needs
     /// `--ipsec` for the VM's process on both hosts.
     #[arg(long, value_enum, default_value_t)]
@@ -200,7 +202,7 @@ impl MigrateFlags {
 
     pub(crate) fn options(&self) -> OptionsBuilder {
         Options::builder()
-            .lanes(self.lanes)
+            .lanes(self.lanes.resolve(self.rate))
             .security(self.security.into())
             .downtime_limit(self.downtime_limit)
             .time_limit(self.time_limit)
@@ -350,6 +352,35 @@ impl FromStr for Cpus {
 /// A parser for a lane count in the engine's range.
 pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
+}
+
+/// A number of lanes in the engine's range; `None` for as many as suit the host and the rate.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct LaneCount(Option<u16>);
+
+impl LaneCount {
+    /// The number for a migration with this rate limit, in bytes per second.
+    pub(crate) fn resolve(self, rate: Option<u64>) -> u16 {
+        self.0.unwrap_or_else(|| fastest::lanes(rate))
+    }
+}
+
+impl From<u16> for LaneCount {
+    fn from(lanes: u16) -> Self {
+        Self(Some(lanes))
+    }
+}
+
+impl FromStr for LaneCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(lanes @ 1..=128) => Ok(Self(Some(lanes))),
+            _ if text == "auto" => Ok(Self(None)),
+            _ => Err(format!("lanes {text} out of range: give 1 to 128, or auto")),
+        }
+    }
 }
 
 /// Parses a limit in bytes per second; 0 is rejected, because no byte would ever arrive.

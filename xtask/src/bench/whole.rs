@@ -55,10 +55,12 @@ const CONNECTIONS: [u8; 3] = [1, 2, 4];
 const SERVER: &str = "destination.bench";
 const CLIENT: &str = "source.bench";
 /// Figures in the lines of `dunlin bench whole`.
-const FIGURES: [&str; 7] = [
+const FIGURES: [&str; 9] = [
     "total_s",
     "gib_per_s",
     "cpu_s_per_gib",
+    "source_cpu_s_per_gib",
+    "destination_cpu_s_per_gib",
     "downtime_ms",
     "iterations",
     "destination_peak_mib",

@@ -8,7 +8,7 @@ use super::common::Common;
 use super::floor;
 use super::hosts::BetweenHosts;
 use super::rig::{Rig, Spent};
-use crate::options::SecurityName;
+use crate::options::{SecurityName, parse_lanes};
 
 const LANES: [usize; 3] = [1, 2, 4];
 
@@ -16,9 +16,9 @@ const LANES: [usize; 3] = [1, 2, 4];
 pub(crate) struct Lanes {
     #[command(flatten)]
     common: Common,
-    /// Measure only this number of lanes, instead of 1, 2 and 4.
-    #[arg(long)]
-    lanes: Option<usize>,
+    /// Number of lanes; repeatable [default: 1, 2 and 4].
+    #[arg(long, value_name = "N", value_parser = parse_lanes())]
+    lanes: Vec<u16>,
     /// `ipsec` measures TLS and IPsec between two hosts; `tls` and `plain` both measure plain and
     /// TLS lanes on this host.
     #[arg(long, value_enum, default_value_t)]
@@ -30,9 +30,10 @@ pub(crate) struct Lanes {
 impl Lanes {
     pub(super) fn run(&self) -> Result<()> {
         self.common.check()?;
-        let counts = self
-            .lanes
-            .map_or(LANES.to_vec(), |lanes| vec![lanes.max(1)]);
+        let counts: Vec<_> = match &self.lanes[..] {
+            [] => LANES.to_vec(),
+            some => some.iter().copied().map(usize::from).collect(),
+        };
         if let SecurityName::Ipsec = self.security {
             return self.between.run(&counts, &self.common);
         }

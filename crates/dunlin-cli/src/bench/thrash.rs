@@ -104,7 +104,7 @@ impl Thrash {
         let mut pair = Pair::start(scratch, &[run, sizes].concat(), &[])?;
         std::thread::sleep(RUNS_FOR);
         let flags = MigrateFlags {
-            lanes,
+            lanes: lanes.into(),
             lane_rate: Some(self.lane_rate),
             rate: Some(self.rate),
             ..pair.flags()

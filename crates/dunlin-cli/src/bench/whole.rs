@@ -31,9 +31,9 @@ pub(crate) struct Whole {
     /// Number of measured rounds.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// The guest's memory, filled with random content.
-    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
-    size: u64,
+    /// The guest's memory, filled with random content; repeatable.
+    #[arg(long = "size", value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
+    sizes: Vec<u64>,
     /// Number of lanes; repeatable [default: 2 and 4].
     #[arg(long)]
     lanes: Vec<u16>,
@@ -44,10 +44,21 @@ pub(crate) struct Whole {
     output: Output,
 }
 
+/// The guests.
+const GUESTS: [&str; 2] = ["idle", "writing"];
+
+/// The size of the memory, and the number of lanes.
+#[derive(Clone, Copy)]
+struct Run {
+    size: u64,
+    lanes: u16,
+}
+
 /// The measurements of one migration.
 struct Measured {
     total_s: f64,
-    cpu_s: f64,
+    source_cpu_s: f64,
+    destination_cpu_s: f64,
     destination_peak_bytes: u64,
     moved: MovedLine,
 }
@@ -60,50 +71,14 @@ impl Whole {
             some => some,
         };
         let scratch = Scratch::with_identities("bench")?;
-        let source = memory(self.size, 1)?;
-        let provider = dunlin::lane::fastest::auto().provider;
-        let gibibytes = self.size as f64 / f64::from(1 << 30);
-        let guests = ["idle", "writing"];
         let mut results = Results::default();
-        let steps = lanes.len() * (1 + guests.len());
+        let steps = self.sizes.len() * lanes.len() * (1 + GUESTS.len());
         let mut progress = Progress::new(self.rounds * steps);
         for _ in 0..self.rounds {
-            for &lanes in lanes {
-                progress.step(&format!("floor, lanes: {lanes}"));
-                self.touch()?;
-                let target = fresh_memory(self.size)?;
-                let floor =
-                    floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
-                drop(target);
-                results
-                    .line("whole", "floor")
-                    .with("guest", "none")
-                    .with("lanes", lanes)
-                    .with("guest_bytes", self.size)
-                    .with("content", "random")
-                    .figure("total_s", floor.wall_s)
-                    .figure("gib_per_s", gibibytes / floor.wall_s)
-                    .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
-                    .add();
-                for guest in guests {
-                    progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
-                    let measured = self.migrate(&scratch, guest, lanes)?;
-                    let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
-                    results
-                        .line("whole", "dunlin")
-                        .with("guest", guest)
-                        .with("lanes", lanes)
-                        .with("guest_bytes", self.size)
-                        .with("content", "random")
-                        .figure("total_s", measured.total_s)
-                        .figure("gib_per_s", gibibytes / measured.total_s)
-                        .figure("cpu_s_per_gib", measured.cpu_s / gibibytes)
-                        .figure("downtime_ms", measured.moved.downtime.total_ms)
-                        .figure("iterations", measured.moved.iterations.len() as f64)
-                        .figure("destination_peak_mib", peak)
-                        .figure("floor_ratio", measured.cpu_s / floor.cpu_s)
-                        .detail("last_round", iterations(&measured.moved.iterations))
-                        .add();
+            for &size in &self.sizes {
+                for &lanes in lanes {
+                    let run = Run { size, lanes };
+                    self.turn(&scratch, run, &mut results, &mut progress)?;
                 }
             }
         }
@@ -111,50 +86,105 @@ impl Whole {
         self.output.print(&results)
     }
 
+    /// Measures the floor, and then each guest.
+    fn turn(
+        &self,
+        scratch: &Scratch,
+        run: Run,
+        results: &mut Results,
+        progress: &mut Progress,
+    ) -> Result<()> {
+        let Run { size, lanes } = run;
+        let provider = dunlin::lane::fastest::auto().provider;
+        let gibibytes = size as f64 / f64::from(1 << 30);
+        progress.step(&format!("floor, lanes: {lanes}"));
+        self.touch(size)?;
+        let floor = {
+            let (source, target) = (memory(size, 1)?, fresh_memory(size)?);
+            floor::floor(&source, &target, size, provider, usize::from(lanes))?
+        };
+        results
+            .line("whole", "floor")
+            .with("guest", "none")
+            .with("lanes", lanes)
+            .with("guest_bytes", size)
+            .with("content", "random")
+            .figure("total_s", floor.wall_s)
+            .figure("gib_per_s", gibibytes / floor.wall_s)
+            .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
+            .add();
+        for guest in GUESTS {
+            progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
+            let measured = self.migrate(scratch, guest, run)?;
+            let cpu_s = measured.source_cpu_s + measured.destination_cpu_s;
+            let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
+            results
+                .line("whole", "dunlin")
+                .with("guest", guest)
+                .with("lanes", lanes)
+                .with("guest_bytes", size)
+                .with("content", "random")
+                .figure("total_s", measured.total_s)
+                .figure("gib_per_s", gibibytes / measured.total_s)
+                .figure("cpu_s_per_gib", cpu_s / gibibytes)
+                .figure("source_cpu_s_per_gib", measured.source_cpu_s / gibibytes)
+                .figure(
+                    "destination_cpu_s_per_gib",
+                    measured.destination_cpu_s / gibibytes,
+                )
+                .figure("downtime_ms", measured.moved.downtime.total_ms)
+                .figure("iterations", measured.moved.iterations.len() as f64)
+                .figure("destination_peak_mib", peak)
+                .figure("floor_ratio", cpu_s / floor.cpu_s)
+                .detail("last_round", iterations(&measured.moved.iterations))
+                .add();
+        }
+        Ok(())
+    }
+
     /// Writes to free memory of the host, unless --no-touch is given. If this host is a guest, its
     /// hypervisor then allocates that memory before the measurement. Called right before the
     /// destination allocates its memory, because the hypervisor may reclaim freed memory within
     /// seconds.
-    fn touch(&self) -> Result<()> {
+    fn touch(&self, size: u64) -> Result<()> {
         match self.no_touch {
             true => Ok(()),
-            false => touch_physical_memory(TOUCHED * self.size),
+            false => touch_physical_memory(TOUCHED * size),
         }
     }
 
-    /// Starts a guest and moves it once. The CPU time is that of both processes and includes the
-    /// guest's own.
-    fn migrate(&self, scratch: &Scratch, guest: &str, lanes: u16) -> Result<Measured> {
-        let memory = self.size.to_string();
-        let working_set = (self.size / WORKING_SET_DIVISOR).to_string();
+    /// Starts a guest and moves it once. The CPU time of a process includes that of its guest.
+    fn migrate(&self, scratch: &Scratch, guest: &str, run: Run) -> Result<Measured> {
+        let Run { size, lanes } = run;
+        let memory = size.to_string();
+        let working_set = (size / WORKING_SET_DIVISOR).to_string();
         let writes = WRITES_PER_S.to_string();
-        let mut run = vec!["--memory", &memory, "--fill", "random"];
+        let mut flags = vec!["--memory", &memory, "--fill", "random"];
         match guest {
             "writing" => {
-                run.extend(["--workload", "sequential", "--working-set", &working_set]);
-                run.extend(["--dirty-rate", &writes]);
+                flags.extend(["--workload", "sequential", "--working-set", &working_set]);
+                flags.extend(["--dirty-rate", &writes]);
             }
-            idle => run.extend(["--workload", idle]),
+            idle => flags.extend(["--workload", idle]),
         }
-        let mut pair = Pair::start(scratch, &run, &[])?;
-        let ids = [pair.source.id(), pair.destination.id()];
-        let cpu = || {
-            ids.iter()
-                .map(|&id| process::cpu_s(id))
-                .sum::<Result<f64>>()
-        };
+        let mut pair = Pair::start(scratch, &flags, &[])?;
+        let (source, destination) = (pair.source.id(), pair.destination.id());
+        let cpu = || -> Result<_> { Ok((process::cpu_s(source)?, process::cpu_s(destination)?)) };
         let flags = MigrateFlags {
-            lanes,
+            lanes: lanes.into(),
             ..pair.flags()
         };
-        self.touch()?;
+        self.touch(size)?;
         let before = cpu()?;
         let begin = Instant::now();
         let moved = pair.migrate_running(&flags)?;
+        let total_s = begin.elapsed().as_secs_f64();
+        let after = cpu()?;
         Ok(Measured {
-            total_s: begin.elapsed().as_secs_f64(),
-            cpu_s: cpu()? - before,
-            destination_peak_bytes: process::peak_bytes(pair.destination.id())?,
+            total_s,
+            source_cpu_s: after.0 - before.0,
+            destination_cpu_s: after.1 - before.1,
+            destination_peak_bytes: process::peak_bytes(destination)?,
             moved,
         })
     }

@@ -23,7 +23,7 @@ pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
 use rate::PeerTable;
 use redirect::{Others, Redirect, RedirectTable};
-use table::{Found, Port, RouteTable, parse_port};
+use table::{Found, LanesKey, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
@@ -81,7 +81,7 @@ struct LimitsTable {
     channels: Option<Spanned<u64>>,
     peer_memory: Option<Spanned<String>>,
     trunks: Option<Spanned<u64>>,
-    lanes: Option<Spanned<u64>>,
+    lanes: Option<Spanned<LanesKey>>,
     vanished: Option<Spanned<String>>,
     connect: Option<Spanned<String>>,
 }
@@ -127,7 +127,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         channels: found.count("channels", &table.channels, usual.channels, 4096),
         peer_bytes: found.or(&table.peer_memory, usual.peer_bytes, parse_bytes),
         trunks: found.count("trunks", &table.trunks, usual.trunks, 4096),
-        lanes: found.count("lanes", &table.lanes, usual.lanes, 128),
+        lanes: found.lanes(&table.lanes),
         vanished: found.or(&table.vanished, usual.vanished, |text| {
             match parse_limit(text)? {
                 limit if limit < Duration::from_secs(1) => Err("vanished below 1s".to_owned()),

@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::affinity;
+
 use crate::internals::provider::{CipherSuite, Crypto, Provider};
 use crate::internals::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
@@ -38,6 +40,35 @@ impl Crypto {
 pub fn auto() -> &'static Choice {
     static CHOICE: OnceLock<Choice> = OnceLock::new();
     CHOICE.get_or_init(probe)
+}
+
+/// The fewest and the most lanes of [`lanes`]. Two lanes survive the loss of one without a pause,
+/// and the memory limits of engine and tunnel are stated for eight.
+const AUTOMATIC_LANES: [u16; 2] = [2, 8];
+
+/// A number of lanes for this host, from 2 to 8: one for each CPU that this process may use, but no
+/// more than `rate` needs (bytes per second; `None` for no limit). A lane has one thread on each
+/// host, so lanes beyond the CPUs only share them.
+#[must_use]
+pub fn lanes(rate: Option<u64>) -> u16 {
+    let cpus = affinity::allowed().map_or(1, |cpus| cpus.len());
+    // A thread of a lane either seals or opens, and copies. The copies cost about as much as the
+    // other half of the cipher's work, so a lane carries about what one core seals and opens.
+    let lane = || {
+        auto()
+            .speeds
+            .first()
+            .map_or(0.0, |best| best.bytes_per_second)
+    };
+    count(cpus, rate.map(|rate| rate as f64 / lane()))
+}
+
+/// The number for this many CPUs, if `needed` lanes at full speed carry the rate.
+fn count(cpus: usize, needed: Option<f64>) -> u16 {
+    let [least, most] = AUTOMATIC_LANES;
+    let lanes = needed.map_or(f64::INFINITY, f64::ceil).min(cpus as f64);
+    // The cast saturates.
+    (lanes as u16).clamp(least, most)
 }
 
 fn probe() -> Choice {
@@ -110,6 +141,23 @@ impl fmt::Display for Choice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lanes_follow_cpus_and_rate() {
+        for (cpus, needed, expected) in [
+            (1, None, 2),
+            (2, None, 2),
+            (6, None, 6),
+            (64, None, 8),
+            (6, Some(0.4), 2),
+            (6, Some(2.5), 3),
+            (6, Some(45.0), 6),
+            // The probe failed on this processor.
+            (6, Some(f64::INFINITY), 6),
+        ] {
+            assert_eq!(count(cpus, needed), expected, "{cpus} {needed:?}");
+        }
+    }
 
     #[test]
     fn the_probe_measures_every_library_and_chooses_the_fastest() {

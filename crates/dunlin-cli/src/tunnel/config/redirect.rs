@@ -7,13 +7,13 @@ use std::ops::RangeInclusive;
 
 use dunlin::lane::peers::Peer;
 use dunlin_ipsec::PortRange;
-use dunlin_tunnel::{DEFAULT_LANES, Entrance, Listen, Mode, RelayExit, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Listen, Mode, RelayExit, WINDOW_BYTES};
 use serde::Deserialize;
 use time::{Date, Duration, Month, OffsetDateTime};
 use toml::Spanned;
 
 use super::stripe::parse_window;
-use super::table::{Found, Port, at};
+use super::table::{Found, LanesKey, Port, at};
 
 /// Default port of the peers' tunnels: outside the ports of toolstacks, and below the ephemeral
 /// ports (32768 and above), which any program may hold.
@@ -108,7 +108,7 @@ pub(super) struct RedirectTable {
     users: Spanned<Vec<Spanned<String>>>,
     local: Option<Spanned<Vec<Spanned<String>>>>,
     peer_port: Option<Spanned<u64>>,
-    lanes: Option<Spanned<u64>>,
+    lanes: Option<Spanned<LanesKey>>,
     window: Option<Spanned<String>>,
     mode: Option<Spanned<String>>,
     security: Option<Spanned<String>>,
@@ -169,7 +169,7 @@ fn check_one(
         local,
         plain,
         peer_port: found.count("peer_port", peer_port, PEER_PORT, u64::from(u16::MAX)),
-        lanes: found.count("lanes", &table.lanes, DEFAULT_LANES, 128),
+        lanes: found.lanes(&table.lanes),
         window_bytes: found.or(&table.window, WINDOW_BYTES, parse_window),
         mode: mode(name, table, is_prepared, found),
         ports: ports?,

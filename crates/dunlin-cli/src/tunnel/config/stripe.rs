@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dunlin_tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
 
 use super::table::{Found, RouteTable, at, check_entrance, check_exit, lacks_peer, parse_listen};
 use crate::options::parse_bytes;
@@ -52,7 +52,7 @@ fn entrance(
         false => Mode::Stripe,
     };
     let entrance = check_entrance(name, table, listen, to, mode, found);
-    let lanes = found.count("lanes", &table.lanes, DEFAULT_LANES, 128);
+    let lanes = found.lanes(&table.lanes);
     Some(Entrance {
         lanes,
         window_bytes,

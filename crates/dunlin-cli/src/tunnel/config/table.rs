@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::anyhow;
+use dunlin::lane::fastest;
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin_ipsec::PortRange;
 use dunlin_tunnel::{Entrance, Listen, Mode, Ports, Sockets, Target, WINDOW_BYTES};
@@ -49,7 +50,7 @@ pub(super) struct RouteTable {
     pub(super) socket_mode: Option<Spanned<String>>,
     pub(super) to: Option<Spanned<String>>,
     pub(super) peers: Option<Spanned<Vec<Spanned<String>>>>,
-    pub(super) lanes: Option<Spanned<u64>>,
+    pub(super) lanes: Option<Spanned<LanesKey>>,
     pub(super) target: Option<Spanned<String>>,
     pub(super) exec: Option<Spanned<Vec<String>>>,
     pub(super) allow: Option<Spanned<Vec<Spanned<String>>>>,
@@ -57,6 +58,14 @@ pub(super) struct RouteTable {
     pub(super) rate: Option<Spanned<String>>,
     pub(super) tls_listen: Option<Spanned<String>>,
     pub(super) tls: Option<Spanned<String>>,
+}
+
+/// A number, or `"auto"`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(super) enum LanesKey {
+    Number(u64),
+    Word(String),
 }
 
 /// Collects the mistakes in the file, each with its line.
@@ -111,6 +120,20 @@ impl Found<'_> {
         let parsed =
             value.and_then(|value| self.parsed(value, |count| between(what, *count, most)));
         parsed.unwrap_or(usual)
+    }
+
+    /// The number of lanes of a route. Without the key it is `"auto"`.
+    pub(super) fn lanes(&mut self, key: &Option<Spanned<LanesKey>>) -> u16 {
+        let given = key.as_ref().and_then(|key| {
+            self.parsed(key, |lanes| match lanes {
+                LanesKey::Number(lanes) => between("lanes", *lanes, 128).map(Some),
+                LanesKey::Word(word) if word == "auto" => Ok(None),
+                LanesKey::Word(word) => Err(format!(
+                    "lanes {word:?} is no number of lanes: give 1 to 128, or \"auto\""
+                )),
+            })
+        });
+        given.flatten().unwrap_or_else(|| fastest::lanes(None))
     }
 
     /// Adds a mistake for each present key that requires another key.

@@ -109,6 +109,7 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
         ("b.example:18300", "2001:db8::2", 13, "in brackets"),
         ("to = \"b.example:18300\"", "", 12, "add to"),
         ("lanes = 2", "lanes = 200", 14, "1 to 128"),
+        ("lanes = 2", "lanes = \"all\"", 14, "or \"auto\""),
         ("lanes = 2", "lane = 2", 14, "lane"),
         ("lanes = 2", "security = \"plain\"", 14, "in the clear"),
         ("lanes = 2", "security = \"ssl\"", 14, "write \"tls\""),

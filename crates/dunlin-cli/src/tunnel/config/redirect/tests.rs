@@ -3,6 +3,8 @@
 
 use std::path::Path;
 
+use dunlin::lane::fastest;
+
 use super::super::Config;
 use super::*;
 
@@ -47,7 +49,10 @@ fn a_file_may_have_redirects_and_no_route() {
     assert_eq!(libvirt.users, ["root", "107", "libvirt-qemu"]);
     let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     assert_eq!(libvirt.local, loopback);
-    assert_eq!((libvirt.peer_port, libvirt.lanes), (18300, DEFAULT_LANES));
+    assert_eq!(
+        (libvirt.peer_port, libvirt.lanes),
+        (18300, fastest::lanes(None))
+    );
     assert_eq!(libvirt.mode, Mode::Stripe);
     let plain = libvirt.plain.clone().unwrap();
     assert_eq!(plain.from, ["192.0.2.9".parse::<IpAddr>().unwrap()]);
