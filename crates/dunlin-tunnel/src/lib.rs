@@ -104,6 +104,7 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
 pub use dunlin_linux::local::FileAccess;
+pub use dunlin_proto::ipsec::ports::PortRange;
 pub use echo::MAX_PROBE_BYTES;
 pub use error::TunnelError;
 pub use event::{ChannelId, Event};
@@ -120,7 +121,7 @@ pub use options::{
 };
 pub use probe::Probe;
 pub use rate::LEAST_RATE;
-pub use route::{Listen, Ports, RelayExit, Target};
+pub use route::{Listen, RelayExit, Target};
 pub use status::{RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};

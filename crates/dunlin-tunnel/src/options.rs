@@ -305,7 +305,7 @@ fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {
             address: at,
             ports: others,
             ..
-        } => at == address && ports.overlap(others),
+        } => at == address && ports.overlaps(others),
         _ => false,
     };
     all.iter().filter(|other| is_same(other)).count() > 1

@@ -16,10 +16,11 @@ use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::ipsec::ports::PortRange;
 use thiserror::Error;
 
 use super::failure::Failure;
-use super::route::{Ports, Target};
+use super::route::Target;
 
 /// The longest parameter name, in bytes. The operator chooses the name.
 const MAX_KEY_BYTES: usize = 32;
@@ -258,12 +259,9 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
             Target::Exec(words.map(word).collect())
         }
         Target::Ports { addresses, ports } => match parse_port(&parameter.value) {
-            Some(port) if ports.contains(port) => Target::Ports {
+            Some(one) if ports.contains(one.first()) => Target::Ports {
                 addresses: addresses.clone(),
-                ports: Ports {
-                    first: port,
-                    last: port,
-                },
+                ports: one,
             },
             _ => return refuse(format!("{parameter} is not one of the ports {ports}")),
         },
@@ -271,9 +269,10 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
 }
 
 /// Parses a port in its only spelling: decimal, without a sign or leading zeros.
-fn parse_port(text: &str) -> Option<u16> {
+fn parse_port(text: &str) -> Option<PortRange> {
     let port = text.parse::<u16>().ok()?;
-    (port.to_string() == text).then_some(port)
+    let one = PortRange::new(port, port)?;
+    (port.to_string() == text).then_some(one)
 }
 
 impl Target {
@@ -382,7 +381,7 @@ mod tests {
         let addresses = vec!["127.0.0.1".parse().unwrap()];
         let target = |first, last| Target::Ports {
             addresses: addresses.clone(),
-            ports: Ports { first, last },
+            ports: PortRange::new(first, last).unwrap(),
         };
         let range = target(49152, 49215);
         for port in [49152, 49200, 49215] {

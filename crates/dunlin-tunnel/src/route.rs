@@ -6,30 +6,8 @@ use std::path::PathBuf;
 
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
+use dunlin_proto::ipsec::ports::PortRange;
 use dunlin_proto::negotiate::LaneSecurity;
-
-/// TCP ports from `first` to `last`, both included.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ports {
-    /// The lowest port.
-    pub first: u16,
-    /// The highest port.
-    pub last: u16,
-}
-
-impl Ports {
-    /// Whether `port` is one of these.
-    #[must_use]
-    pub fn contains(self, port: u16) -> bool {
-        (self.first..=self.last).contains(&port)
-    }
-
-    /// Whether a port is in both.
-    #[must_use]
-    pub fn overlap(self, other: Self) -> bool {
-        self.first <= other.last && other.first <= self.last
-    }
-}
 
 /// Where a route accepts connections.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,7 +27,7 @@ pub enum Listen {
         /// A peer's address.
         address: IpAddr,
         /// Ports at the peer.
-        ports: Ports,
+        ports: PortRange,
         /// The port on loopback.
         at: u16,
     },
@@ -84,21 +62,11 @@ pub enum Target {
         /// The addresses, in the order in which they are tried.
         addresses: Vec<IpAddr>,
         /// The ports that a peer may name.
-        ports: Ports,
+        ports: PortRange,
     },
 }
 
-impl fmt::Display for Ports {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { first, last } = self;
-        match first == last {
-            true => write!(formatter, "{first}"),
-            false => write!(formatter, "{first}-{last}"),
-        }
-    }
-}
-
-fn at_ports(address: IpAddr, ports: Ports) -> String {
+fn at_ports(address: IpAddr, ports: PortRange) -> String {
     match address {
         IpAddr::V4(address) => format!("{address}:{ports}"),
         IpAddr::V6(address) => format!("[{address}]:{ports}"),

@@ -55,7 +55,7 @@ pub(super) fn open(
             .and_then(Stream::tcp),
         Target::Exec(words) => execute(site, programs, words),
         Target::Ports { addresses, ports } => {
-            connect_first(site, addresses, ports.first, deadline, stop).and_then(Stream::tcp)
+            connect_first(site, addresses, ports.first(), deadline, stop).and_then(Stream::tcp)
         }
     };
     let text = format!("route {route:?}: {target} cannot be reached");

@@ -12,8 +12,8 @@ use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, OTHER, identities};
 use dunlin_tunnel::{
-    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, Ports, Routes, Target, Tunnel,
-    WINDOW_BYTES,
+    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, PortRange, Routes, Target,
+    Tunnel, WINDOW_BYTES,
 };
 
 fn any_port() -> TcpListener {
@@ -38,7 +38,7 @@ fn entrance(listen: Listen, to: SocketAddr) -> Entrance {
 }
 
 /// A far tunnel with a target of `ports` at `addresses`, for the peer `allow`.
-fn far(authority: &Authority, allow: &str, addresses: &[&str], ports: Ports) -> Tunnel {
+fn far(authority: &Authority, allow: &str, addresses: &[&str], ports: PortRange) -> Tunnel {
     let addresses = addresses.iter().map(|one| one.parse().unwrap()).collect();
     let exit = Exit {
         route: "ram".to_owned(),
@@ -60,11 +60,8 @@ fn near(authority: &Authority, routes: &Routes) -> (Tunnel, Events) {
     (tunnel, events)
 }
 
-fn one(port: u16) -> Ports {
-    Ports {
-        first: port,
-        last: port,
-    }
+fn one(port: u16) -> PortRange {
+    PortRange::new(port, port).unwrap()
 }
 
 /// Opens a listener with the parameter `port=PORT` and connects to it.
@@ -107,11 +104,7 @@ fn i7_an_authorised_peer_reaches_no_port_outside_the_range() {
     let authority = Authority::new();
     let outside = any_port();
     let port = outside.local_addr().unwrap().port();
-    let inside = Ports {
-        first: port + 1,
-        last: port + 1,
-    };
-    let far = far(&authority, NEAR, &["127.0.0.1"], inside);
+    let far = far(&authority, NEAR, &["127.0.0.1"], one(port + 1));
     let routes = vec![entrance(Listen::OnDemand, far.address())];
     let (near, events) = near(&authority, &Routes::new(routes, Vec::new()).unwrap());
     assert!(!matches!(through(&near, port).read_once(&mut [0]), Ok(1..)));
@@ -141,10 +134,7 @@ fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
     drop(there);
     let listen = Listen::Redirected {
         address: "192.0.2.7".parse().unwrap(),
-        ports: Ports {
-            first: 49152,
-            last: 49215,
-        },
+        ports: PortRange::new(49152, 49215).unwrap(),
         at: port,
     };
     let redirected = vec![entrance(listen, address)];
@@ -187,7 +177,7 @@ fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
 fn two_routes_cannot_be_redirected_from_one_port_and_a_relay_cannot_be_redirected() {
     let redirected = |first, last| Listen::Redirected {
         address: "192.0.2.7".parse().unwrap(),
-        ports: Ports { first, last },
+        ports: PortRange::new(first, last).unwrap(),
         at: 18301,
     };
     let to = "192.0.2.7:1".parse().unwrap();

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use anyhow::{Result, anyhow};
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin_linux::redirected::is_own_address;
-use dunlin_tunnel::{Entrance, Exit, Listen, Ports, Routes, Target};
+use dunlin_tunnel::{Entrance, Exit, Listen, Routes, Target};
 
 use super::config::Config;
 use super::config::redirect::{Listeners, Redirect, RedirectPeer};
@@ -22,10 +22,7 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
     let listeners = Listeners::new(&config.redirects, config.redirect_port);
     let (mut entrances, mut exits) = (Vec::new(), Vec::new());
     for redirect in &config.redirects {
-        let ports = Ports {
-            first: redirect.ports.first(),
-            last: redirect.ports.last(),
-        };
+        let ports = redirect.ports;
         for (address, (at, peers)) in peers_by_address(redirect, &listeners)? {
             entrances.push(Entrance {
                 route: redirect.name.clone(),

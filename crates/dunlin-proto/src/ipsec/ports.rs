@@ -42,6 +42,12 @@ impl PortRange {
         (self.first..=self.last).contains(&port)
     }
 
+    /// Returns whether a port is in both ranges.
+    #[must_use]
+    pub fn overlaps(self, other: Self) -> bool {
+        self.first <= other.last && other.first <= self.last
+    }
+
     /// Returns the blocks of `count` ports in the range. `count` is a power of two, and each block
     /// is aligned to it. Incomplete blocks at the edges are left out.
     pub fn parts(self, count: u16) -> impl Iterator<Item = Self> {

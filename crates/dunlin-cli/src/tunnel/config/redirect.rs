@@ -6,8 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
 use dunlin::lane::peers::Peer;
-use dunlin_ipsec::PortRange;
-use dunlin_tunnel::{Entrance, Listen, Mode, RelayExit, WINDOW_BYTES};
+use dunlin_tunnel::{DEFAULT_LANES, Entrance, Listen, Mode, PortRange, RelayExit, WINDOW_BYTES};
 use serde::Deserialize;
 use time::{Date, Duration, Month, OffsetDateTime};
 use toml::Spanned;
@@ -201,7 +200,7 @@ fn check_together(
         };
         let at = table.get_ref().ports.span();
         for other in &redirects[..index] {
-            if ports.first() <= other.ports.last() && other.ports.first() <= ports.last() {
+            if ports.overlaps(other.ports) {
                 let text = format!(
                     "redirect {name}: ports {ports} overlap ports {} of redirect {}: give each \
                      redirect ports of its own",

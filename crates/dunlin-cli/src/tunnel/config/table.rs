@@ -8,8 +8,7 @@ use std::path::PathBuf;
 use anyhow::anyhow;
 use dunlin::lane::fastest;
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin_ipsec::PortRange;
-use dunlin_tunnel::{Entrance, Listen, Mode, Ports, Sockets, Target, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Listen, Mode, PortRange, Sockets, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -326,13 +325,9 @@ fn ports_target(address: &str, ports: &str) -> Result<Target, String> {
         format!("invalid address {address:?}: a target with several ports needs an address, such as 127.0.0.1")
     })?;
     let range = ports.parse::<PortRange>();
-    let range = range.map_err(|error| format!("invalid ports {ports:?}: {error}"))?;
     Ok(Target::Ports {
         addresses: vec![address],
-        ports: Ports {
-            first: range.first(),
-            last: range.last(),
-        },
+        ports: range.map_err(|error| format!("invalid ports {ports:?}: {error}"))?,
     })
 }
 
