@@ -23,13 +23,14 @@ use dunlin_lane::security::SealedLanes;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
-    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude,
-    Refusal, Selection, SessionId, SessionSecret, VersionRange,
+    LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal,
+    SessionId, SessionSecret, VersionRange,
 };
 use dunlin_proto::stripe::frame::{Data, Frame};
-use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
+use dunlin_proto::stripe::message::{Message, Open};
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, load, names, soon};
+use dunlin_test_support::tunnel::peer::{self, open_lane, receive_accept, send_message};
 use dunlin_test_support::tunnel::{
     Events, FAR, NEAR, OTHER, Pair, Setup, fill_backlog, identities,
 };
@@ -55,33 +56,7 @@ fn tls(identity: &Identity) -> ClientTls {
 }
 
 fn offer(session: SessionId, epoch: u32) -> Offer {
-    Offer {
-        versions: VersionRange::only(1),
-        optional: Features::NONE,
-        required: Features::TUNNEL,
-        security: LaneSecurity::Tls,
-        session,
-        attempt: 1,
-        epoch,
-    }
-}
-
-fn accept(port: u16) -> Message {
-    Message::Accept {
-        secret: SessionSecret([1; 32]),
-        lanes_max: 2,
-        port,
-    }
-}
-
-/// Reads the peer's first message on a control lane.
-fn read_opening(control: &ControlStream) -> Opening {
-    let mut start = [0; PRELUDE_BYTES];
-    control.receive_exact(&mut start, soon()).unwrap();
-    let prelude = Prelude::decode(&start).unwrap();
-    let mut body = vec![0; prelude.body_bytes];
-    control.receive_exact(&mut body, soon()).unwrap();
-    Opening::decode(&prelude, &body).unwrap()
+    peer::offer(VersionRange::only(1), session, epoch)
 }
 
 impl Peer {
@@ -91,7 +66,7 @@ impl Peer {
     }
 
     fn trunk_as(pair: &Pair, session: SessionId) -> Result<Self, Refusal> {
-        let far = pair.far.as_ref().unwrap().address();
+        let far = pair.far.as_ref().unwrap().address().unwrap();
         let tls = tls(&pair.authority.identity(&[NEAR]));
         let control = Self::offer(far, &tls, session, 1)?;
         Ok(Self::on(far, tls, control))
@@ -104,40 +79,25 @@ impl Peer {
         versions: VersionRange,
         port: u16,
     ) -> Self {
-        let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
         let offer = Offer {
-            versions,
             security: LaneSecurity::Ipsec,
-            ..offer(SESSION, 1)
+            ..peer::offer(versions, SESSION, 1)
         };
-        let mut bytes = Vec::new();
-        offer.encode(&mut bytes).unwrap();
-        accept(port).encode(1, &mut bytes).unwrap();
-        control.send(&bytes).unwrap();
-        let Opening::Select(selection) = read_opening(&control) else {
-            panic!("refused")
-        };
+        let accept = peer::accept(2, port);
+        let (control, selection) = peer::dial(far, &tls, &offer, Some(&accept)).unwrap();
         assert_eq!(selection.version, versions.max);
         Self::on(far, tls, control)
     }
 
     /// Creates the peer of a trunk that was agreed on over `control`.
     fn on(far: SocketAddr, tls: ClientTls, control: ControlStream) -> Self {
-        let mut peer = Self {
+        let (secret, _) = receive_accept(&control);
+        Self {
             far,
             tls,
             control,
-            secret: SessionSecret([0; 32]),
-        };
-        peer.receive_secret();
-        peer
-    }
-
-    fn receive_secret(&mut self) {
-        let Some(Message::Accept { secret, .. }) = self.receive() else {
-            panic!("no accept")
-        };
-        self.secret = secret;
+            secret,
+        }
     }
 
     /// Opens a control lane for a trunk and returns it, or the reason why it was refused. On a
@@ -148,7 +108,7 @@ impl Peer {
         session: SessionId,
         epoch: u32,
     ) -> Result<ControlStream, Refusal> {
-        let lanes = (epoch == 1).then(|| accept(9));
+        let lanes = (epoch == 1).then(|| peer::accept(2, 9));
         Self::offer_with(far, tls, session, epoch, lanes)
     }
 
@@ -159,42 +119,21 @@ impl Peer {
         epoch: u32,
         lanes: Option<Message>,
     ) -> Result<ControlStream, Refusal> {
-        let control = control::client(TcpStream::connect(far).unwrap(), tls, soon()).unwrap();
-        let mut bytes = Vec::new();
-        offer(session, epoch).encode(&mut bytes).unwrap();
-        if let Some(lanes) = lanes {
-            lanes.encode(epoch, &mut bytes).unwrap();
-        }
-        control.send(&bytes).unwrap();
-        match read_opening(&control) {
-            Opening::Select(_) => Ok(control),
-            Opening::Refuse(_, refusal) => Err(refusal),
-            other => panic!("{other:?}"),
-        }
+        let dialled = peer::dial(far, tls, &offer(session, epoch), lanes.as_ref());
+        dialled.map(|(control, _)| control)
     }
 
-    fn receive(&mut self) -> Option<Message> {
-        let mut bytes = [0; MESSAGE_HEADER_BYTES];
-        self.control.receive_exact(&mut bytes, soon()).unwrap();
-        let header = Header::decode(&bytes).unwrap();
-        let mut body = vec![0; header.body_bytes()];
-        self.control.receive_exact(&mut body, soon()).unwrap();
-        Message::decode(&header, &body).unwrap()
+    fn receive(&self) -> Option<Message> {
+        peer::receive(&self.control).unwrap()
     }
 
     fn send(&self, message: &Message) {
-        let mut bytes = Vec::new();
-        message.encode(1, &mut bytes).unwrap();
-        self.control.send(&bytes).unwrap();
+        send_message(&self.control, message);
     }
 
     /// Opens a lane with a proof made with `secret`.
     fn lane(&self, tls: &ClientTls, lane: u16, session: SessionId, secret: &[u8]) -> DataSender {
-        let stream = TcpStream::connect(self.far).unwrap();
-        let secured = handshake::client(stream, tls, soon()).unwrap();
-        let mut sender = DataSender::tls(secured, STALL_LIMIT).unwrap();
-        Self::prove(&mut sender, lane, session, secret);
-        sender
+        open_lane(self.far, tls, &Self::prove(lane, session, secret))
     }
 
     /// Opens a lane without TLS.
@@ -202,21 +141,21 @@ impl Peer {
         let stream = TcpStream::connect(self.far).unwrap();
         let consent = PlainConsent::sealed_below();
         let mut sender = DataSender::plain(stream, consent, STALL_LIMIT).unwrap();
-        Self::prove(&mut sender, lane, SESSION, &self.secret.0);
+        let mut bytes = Vec::new();
+        let open = Self::prove(lane, SESSION, &self.secret.0);
+        open.encode(&mut bytes).unwrap();
+        sender.send(&bytes).unwrap();
         sender
     }
 
-    fn prove(sender: &mut DataSender, lane: u16, session: SessionId, secret: &[u8]) {
+    fn prove(lane: u16, session: SessionId, secret: &[u8]) -> LaneOpen {
         let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret).unwrap();
         let open = LaneOpen::unproved(1, session, lane, LaneDirection::FromDialer);
         mac.update(&open.mac_input());
-        let open = LaneOpen {
+        LaneOpen {
             mac: mac.finalize().into_bytes().into(),
             ..open
-        };
-        let mut bytes = Vec::new();
-        open.encode(&mut bytes).unwrap();
-        sender.send(&bytes).unwrap();
+        }
     }
 }
 
@@ -322,7 +261,7 @@ fn far_over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, ClientTls) {
 /// Starts a tunnel with lanes over IPsec, and a peer that has a trunk with that tunnel.
 fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     let (far, events, tls) = far_over_ipsec(ipsec);
-    let peer = Peer::trunk_over_ipsec(far.address(), tls, VersionRange::only(1), 9);
+    let peer = Peer::trunk_over_ipsec(far.address().unwrap(), tls, VersionRange::only(1), 9);
     (far, events, peer)
 }
 
@@ -333,7 +272,7 @@ fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let versions = VersionRange { min: 1, max: 2 };
-    let peer = Peer::trunk_over_ipsec(far.address(), tls, versions, port);
+    let peer = Peer::trunk_over_ipsec(far.address().unwrap(), tls, versions, port);
     peer.send(&Message::Open(Open {
         channel: 0,
         limit: 1 << 20,
@@ -357,7 +296,7 @@ fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
 #[test]
 fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     let ipsec = Arc::new(Ipsec::default());
-    let (far, events, mut peer) = over_ipsec(&ipsec);
+    let (far, events, peer) = over_ipsec(&ipsec);
     let _bare = peer.plain_lane(1);
     let refused = loop {
         match peer.receive() {
@@ -462,20 +401,7 @@ impl Far {
     /// Accepts the next control lane, as the host of `tls`.
     fn control(&self, tls: &ServerTls) -> ControlStream {
         let control = control::server(self.accept(), tls, soon()).unwrap();
-        let Opening::Offer(offer) = read_opening(&control) else {
-            panic!("no offer")
-        };
-        let selection = Selection {
-            version: 1,
-            features: offer.required,
-            security: offer.security,
-        };
-        let mut bytes = Vec::new();
-        selection.encode(&mut bytes).unwrap();
-        if offer.epoch == 1 {
-            accept(0).encode(offer.epoch, &mut bytes).unwrap();
-        }
-        control.send(&bytes).unwrap();
+        peer::answer(&control, 1, &peer::accept(2, 0));
         control
     }
 
@@ -617,7 +543,7 @@ fn i8_threads_of_aborted_channels_are_limited_while_their_target_is_silent() {
         ..Setup::default()
     });
     let _waiting = fill_backlog(&pair.target());
-    let mut peer = Peer::trunk(&pair);
+    let peer = Peer::trunk(&pair);
     let last = 100;
     for channel in (0..=last).step_by(2) {
         peer.send(&Message::Open(Open {
@@ -674,7 +600,7 @@ fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
 #[test]
 fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
-    let far = pair.far.as_ref().unwrap().address();
+    let far = pair.far.as_ref().unwrap().address().unwrap();
     let own = tls(&pair.authority.identity(&[NEAR]));
     let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
     let _silent: Vec<_> = silent.collect();
@@ -845,7 +771,7 @@ fn a_peer_that_is_silent_after_the_selection_does_not_delay_the_end() {
     let mut pair = Pair::start(&Setup::default());
     let far = pair.far.take().unwrap();
     let tls = tls(&pair.authority.identity(&[NEAR]));
-    let control = Peer::offer_with(far.address(), &tls, SESSION, 1, None);
+    let control = Peer::offer_with(far.address().unwrap(), &tls, SESSION, 1, None);
     let control = control.unwrap_or_else(|refusal| panic!("{refusal:?}"));
     let begun = Instant::now();
     drop(far);

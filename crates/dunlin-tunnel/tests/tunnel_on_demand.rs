@@ -75,7 +75,7 @@ impl Scene {
             .unwrap();
         let near_events = Events::default();
         let near = identities(authority.identity(&[NEAR]));
-        let to = far.address().to_string();
+        let to = far.address().unwrap().to_string();
         let entrances = ["ram", "plain", "echo"].map(|route| entrance(route, &to));
         let routes = Routes::new(entrances.to_vec(), Vec::new()).unwrap();
         let near = Tunnel::builder(any(), near, &routes)
@@ -327,7 +327,7 @@ fn removing_a_route_closes_its_listeners_and_no_channel() {
     let stays = scene.open("ram", Some("vm=web"), "other");
     let mut near = connect(&listener);
     let mut far = accepted(&plain);
-    let to = scene.far.address().to_string();
+    let to = scene.far.address().unwrap().to_string();
     let left = Routes::new(vec![entrance("ram", &to)], Vec::new()).unwrap();
     let identity = identities(scene.authority.identity(&[NEAR]));
     scene.near.replace(identity, &left).unwrap();

@@ -3,13 +3,12 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use dunlin_lane::control::{self, ControlStream};
-use dunlin_lane::data::{DataReceiver, DataSender, STALL_LIMIT};
-use dunlin_lane::handshake;
+use dunlin_lane::data::{DataReceiver, DataSender};
 use dunlin_lane::identity::Identity;
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::proof::prove;
@@ -17,16 +16,14 @@ use dunlin_lane::provider::Crypto;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::LaneDirection::{FromDialer, ToDialer};
-use dunlin_proto::negotiate::{
-    Features, LaneDirection, LaneOpen, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude,
-    Selection, SessionId, SessionSecret, VersionRange,
-};
+use dunlin_proto::negotiate::{LaneDirection, LaneOpen, SessionId, SessionSecret, VersionRange};
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
-use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message, Open};
+use dunlin_proto::stripe::message::{Message, Open};
 use dunlin_test_base::Scratch;
 use dunlin_test_base::sockets::with_timeout;
 use dunlin_test_support::engine::peer::take_lane;
 use dunlin_test_support::lane::{Authority, load, names, soon};
+use dunlin_test_support::tunnel::peer::{self, open_lane, receive_accept, send_message};
 use dunlin_test_support::tunnel::{
     Events, FAR, NEAR, Pair, Setup, TIMEOUT, expect, identities, join, send,
 };
@@ -35,35 +32,9 @@ use vm_memory::VolatileSlice;
 
 const SESSION: SessionId = [9; 16];
 
-fn secret_accept(port: u16) -> Message {
-    Message::Accept {
-        secret: SessionSecret([1; 32]),
-        lanes_max: MAX_LANES,
-        port,
-    }
-}
-
-fn read_opening(control: &ControlStream) -> Opening {
-    let mut start = [0; PRELUDE_BYTES];
-    control.receive_exact(&mut start, soon()).unwrap();
-    let prelude = Prelude::decode(&start).unwrap();
-    let mut body = vec![0; prelude.body_bytes];
-    control.receive_exact(&mut body, soon()).unwrap();
-    Opening::decode(&prelude, &body).unwrap()
-}
-
-/// Receives a message, and answers a ping; `None` if the trunk has ended.
+/// Receives a message; `None` if the trunk has ended.
 fn receive(control: &ControlStream) -> Option<Message> {
-    let mut bytes = [0; MESSAGE_HEADER_BYTES];
-    control.receive_exact(&mut bytes, soon()).ok()?;
-    let header = Header::decode(&bytes).unwrap();
-    let mut body = vec![0; header.body_bytes()];
-    control.receive_exact(&mut body, soon()).unwrap();
-    let message = Message::decode(&header, &body).unwrap();
-    if let Some(Message::Ping { token }) = message {
-        send_message(control, &Message::Pong { token });
-    }
-    message
+    peer::receive(control).ok().flatten()
 }
 
 /// Receives messages until one for which `which` returns a value.
@@ -74,12 +45,6 @@ fn receive_until<T>(control: &ControlStream, which: impl Fn(&Message) -> Option<
             return found;
         }
     }
-}
-
-fn send_message(control: &ControlStream, message: &Message) {
-    let mut bytes = Vec::new();
-    message.encode(1, &mut bytes).unwrap();
-    control.send(&bytes).unwrap();
 }
 
 fn wanted(message: &Message) -> Option<u16> {
@@ -101,33 +66,18 @@ struct Dialer {
 impl Dialer {
     /// Makes a trunk. `port` is the one on which this peer accepts lanes.
     fn trunk(pair: &Pair, version: u16, port: u16) -> Self {
-        let far = pair.far.as_ref().unwrap().address();
+        let far = pair.far.as_ref().unwrap().address().unwrap();
         let near = pair.authority.identity(&[NEAR]);
         let tls = near.client(&Crypto::auto(), names(&[FAR])).unwrap();
-        let control = control::client(TcpStream::connect(far).unwrap(), &tls, soon()).unwrap();
-        let offer = Offer {
-            versions: VersionRange {
-                min: 1,
-                max: version,
-            },
-            optional: Features::NONE,
-            required: Features::TUNNEL,
-            security: LaneSecurity::Tls,
-            session: SESSION,
-            attempt: 1,
-            epoch: 1,
+        let versions = VersionRange {
+            min: 1,
+            max: version,
         };
-        let mut bytes = Vec::new();
-        offer.encode(&mut bytes).unwrap();
-        secret_accept(port).encode(1, &mut bytes).unwrap();
-        control.send(&bytes).unwrap();
-        let Opening::Select(selection) = read_opening(&control) else {
-            panic!("refused")
-        };
+        let offer = peer::offer(versions, SESSION, 1);
+        let accept = peer::accept(MAX_LANES, port);
+        let (control, selection) = peer::dial(far, &tls, &offer, Some(&accept)).unwrap();
         assert_eq!(selection.version, version);
-        let Some(Message::Accept { secret, port, .. }) = receive(&control) else {
-            panic!("no accept")
-        };
+        let (secret, port) = receive_accept(&control);
         assert_eq!(port, 0);
         Self {
             far,
@@ -163,13 +113,7 @@ impl Dialer {
 
     /// Opens a lane with these first bytes.
     fn lane(&self, open: &LaneOpen) -> DataSender {
-        let stream = TcpStream::connect(self.far).unwrap();
-        let secured = handshake::client(stream, &self.tls, soon()).unwrap();
-        let mut sender = DataSender::tls(secured, STALL_LIMIT).unwrap();
-        let mut bytes = Vec::new();
-        open.encode(&mut bytes).unwrap();
-        sender.send(&bytes).unwrap();
-        sender
+        open_lane(self.far, &self.tls, open)
     }
 }
 
@@ -495,22 +439,9 @@ impl Acceptor {
         let channel = with_timeout(UnixStream::connect(self.scratch.join("in")).unwrap());
         let (stream, _) = self.listener.accept().unwrap();
         let control = control::server(stream, &self.server, soon()).unwrap();
-        let Opening::Offer(offer) = read_opening(&control) else {
-            panic!("no offer")
-        };
+        let offer = peer::answer(&control, version, &peer::accept(MAX_LANES, 0));
         assert_eq!(offer.versions, VersionRange { min: 1, max: 2 });
-        let selection = Selection {
-            version,
-            features: offer.required,
-            security: offer.security,
-        };
-        let mut bytes = Vec::new();
-        selection.encode(&mut bytes).unwrap();
-        secret_accept(0).encode(1, &mut bytes).unwrap();
-        control.send(&bytes).unwrap();
-        let Some(Message::Accept { secret, port, .. }) = receive(&control) else {
-            panic!("no accept")
-        };
+        let (secret, port) = receive_accept(&control);
         Trunk {
             channel,
             control,
@@ -526,13 +457,7 @@ impl Acceptor {
 
     /// Opens a lane to the near tunnel with these first bytes.
     fn opens(&self, open: &LaneOpen) -> DataSender {
-        let stream = TcpStream::connect(self.near.address()).unwrap();
-        let secured = handshake::client(stream, &self.client, soon()).unwrap();
-        let mut sender = DataSender::tls(secured, STALL_LIMIT).unwrap();
-        let mut bytes = Vec::new();
-        open.encode(&mut bytes).unwrap();
-        sender.send(&bytes).unwrap();
-        sender
+        open_lane(self.near.address().unwrap(), &self.client, open)
     }
 }
 
@@ -589,7 +514,7 @@ fn i7_i8_the_opening_side_limits_the_lanes_that_its_peer_requests() {
 fn a_peer_of_version_1_that_accepts_a_trunk_opens_its_own_lanes() {
     let peer = Acceptor::start();
     let trunk = peer.trunk(1);
-    assert_eq!(trunk.port, peer.near.address().port());
+    assert_eq!(trunk.port, peer.near.address().unwrap().port());
     let (_own, open) = peer.lane();
     assert_eq!((open.version, open.direction), (1, FromDialer));
     // Bytes in the other direction come on a lane that this peer opens.

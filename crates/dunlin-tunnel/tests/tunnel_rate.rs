@@ -71,7 +71,7 @@ impl Scene {
         let ports = far.relay_ports();
         let entrance = |route: &str| {
             let port = ports.iter().find(|(name, _)| name == route);
-            let to = port.map_or(far.address(), |(_, port)| *port);
+            let to = port.map_or(far.address().unwrap(), |(_, port)| *port);
             Entrance {
                 route: route.to_owned(),
                 listen: Listen::Unix(scratch.join(route)),

@@ -49,7 +49,7 @@ impl Scene {
         let entrance = |(route, _, _): &(&str, Target, &str)| Entrance {
             route: (*route).to_owned(),
             listen: Listen::Tcp("127.0.0.1:0".parse().unwrap()),
-            to: far.address().to_string(),
+            to: far.address().unwrap().to_string(),
             peers: names(&[FAR]),
             lanes: 2,
             window_bytes: WINDOW_BYTES,
@@ -543,7 +543,7 @@ fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
         mode: Mode::Stripe,
     };
     let free = "127.0.0.1:0".parse().unwrap();
-    let far = scene.far.address().to_string();
+    let far = scene.far.address().unwrap().to_string();
     let replace = |entrances: Vec<Entrance>| {
         let routes = Routes::new(entrances, Vec::new()).unwrap();
         let identity = identities(authority.identity(&[NEAR]));

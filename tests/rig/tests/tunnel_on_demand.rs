@@ -48,7 +48,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let entrance = Entrance {
         route: "ram".to_owned(),
         listen: Listen::OnDemand,
-        to: far.address().to_string(),
+        to: far.address().unwrap().to_string(),
         peers: names(&[FAR]),
         lanes: 2,
         window_bytes: WINDOW_BYTES,

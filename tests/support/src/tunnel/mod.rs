@@ -1,5 +1,6 @@
 //! Two tunnels on loopback with real certificates. Ordinary sockets take the place of hypervisors.
 
+pub mod peer;
 pub mod relay;
 
 use std::io::{Read, Write};
@@ -163,8 +164,10 @@ impl Pair {
         .observer(far_events.observer())
         .start()
         .unwrap();
-        let relay = setup.relayed.then(|| Relay::start(far.address()));
-        let to = relay.as_ref().map_or(far.address(), |relay| relay.address);
+        let relay = setup.relayed.then(|| Relay::start(far.address().unwrap()));
+        let to = relay
+            .as_ref()
+            .map_or(far.address().unwrap(), |relay| relay.address);
         let near_routes = Routes::new(
             vec![Entrance {
                 route: "ram".to_owned(),
