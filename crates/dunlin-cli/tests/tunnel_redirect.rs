@@ -8,7 +8,7 @@ mod tunnel;
 
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
+use dunlin_test_base::pattern;
 use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted, with_timeout};
 use support::{Hosts, finish, words};
 use tunnel::{Tunnel, control};
@@ -24,6 +25,8 @@ use tunnel::{Tunnel, control};
 const PORTS: &str = "49152-49215";
 const PORT: u16 = 49_160;
 const REDIRECT_PORT: u16 = 18_301;
+const RELAY: &str = "mode = \"relay\"\nrelay_port = 18400\n";
+const RELAY_PORT: u16 = 18_400;
 
 /// Two hosts with one configuration but for the identity, a tunnel and the rules on each.
 struct Scene {
@@ -37,6 +40,11 @@ struct Scene {
 
 impl Scene {
     fn new() -> Option<Self> {
+        Self::with("")
+    }
+
+    /// Hosts whose redirect has these further keys.
+    fn with(more: &str) -> Option<Self> {
         if !need::hosts() {
             return None;
         }
@@ -54,7 +62,7 @@ impl Scene {
             });
             let config = format!(
                 "listen = \"[::]:18300\"\nidentity = {:?}\n\
-                 [redirect.libvirt]\nports = {PORTS:?}\npeers = {{ {} }}\nusers = [\"root\"]\n",
+                 [redirect.libvirt]\nports = {PORTS:?}\npeers = {{ {} }}\nusers = [\"root\"]\n{more}",
                 files.scratch.join(name),
                 peers.join(", "),
             );
@@ -204,10 +212,69 @@ fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() 
     assert_eq!(scene.in_the_clear(), 0);
 }
 
+/// As a relay, each connection has a TLS connection of its own to the peer's second port.
+#[test]
+fn i6_a_relay_carries_redirected_connections_over_tls_of_their_own() {
+    let Some(scene) = Scene::with(RELAY) else {
+        return;
+    };
+    let mut bytes = pattern(1 << 20, 11);
+    let words = bytes.chunks_exact(512);
+    let words = words.filter_map(|block| block.first_chunk().copied().map(u64::from_le_bytes));
+    let wire = scene.link.count(&scene.a, words.collect()).unwrap();
+    for (family, from, to) in [
+        (Family::V4, &scene.a, &scene.b),
+        (Family::V6, &scene.b, &scene.a),
+    ] {
+        let listener = to.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, PORT)));
+        let at = SocketAddr::new(scene.link.address(to, family), PORT);
+        let client = from.run(|| TcpStream::connect_timeout(&at, TIMEOUT));
+        let client = with_timeout(client.unwrap().unwrap());
+        let mut server = accepted(&listener.unwrap().unwrap());
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                (&client).write_all(&bytes).unwrap();
+                client.shutdown(Shutdown::Write).unwrap();
+            });
+            let mut read = Vec::new();
+            server.read_to_end(&mut read).unwrap();
+            assert!(read == bytes, "{} bytes arrived", read.len());
+        });
+        bytes.reverse();
+    }
+    let traffic = wire.stop().unwrap();
+    assert!(traffic.found.is_empty(), "{traffic:?}");
+    assert_eq!(traffic.tried.get(&RELAY_PORT), Some(&2), "{traffic:?}");
+    assert!(traffic.bytes[&RELAY_PORT] > 2 << 20, "{traffic:?}");
+    assert_eq!(scene.in_the_clear(), 0);
+}
+
+/// While the peer's tunnel is gone, a relay's listener is closed as that of a stripe.
+#[test]
+fn i6_without_the_peers_tunnel_a_relay_refuses() {
+    let Some(scene) = Scene::with(RELAY) else {
+        return;
+    };
+    let _listener = scene.listen(scene.link.address(&scene.b, Family::V4));
+    scene.far.signal("KILL");
+    wait_for_listener(&scene.a, REDIRECT_PORT + 1, false);
+    let refused = scene.connect(Family::V4, PORT).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+    assert_eq!(scene.in_the_clear(), 0);
+}
+
 /// QEMU with its own TLS relies on the order of its connections.
 #[test]
 fn connections_to_one_peer_arrive_in_their_order() {
-    let Some(scene) = Scene::new() else { return };
+    for more in ["", RELAY] {
+        let Some(scene) = Scene::with(more) else {
+            return;
+        };
+        arrive_in_order(&scene);
+    }
+}
+
+fn arrive_in_order(scene: &Scene) {
     let listener = scene.listen(Ipv4Addr::LOCALHOST.into());
     let mut clients = Vec::new();
     for number in 0..16_u8 {

@@ -34,16 +34,16 @@ impl Carriers {
         let security = match entrance.mode {
             Mode::Stripe => LaneSecurity::Tls,
             Mode::StripeOverIpsec => LaneSecurity::Ipsec,
-            Mode::Relay(oldest) => {
-                let relays = &self.relays;
-                return relays.carry(entrance, oldest, listener, &parameter, socket);
+            Mode::Relay(_) | Mode::RelayAt(_) => {
+                return self.relays.carry(entrance, listener, &parameter, socket);
             }
         };
         self.trunks
             .carry(entrance, security, listener, parameter, socket);
     }
 
-    /// Returns the trunk to the peer of a striped entrance. Dials it if there is none.
+    /// Returns the trunk to the peer of a redirected entrance. Dials it if there is none. Also tests
+    /// the port of a relay.
     ///
     /// # Errors
     /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
@@ -52,11 +52,15 @@ impl Carriers {
             Mode::StripeOverIpsec => LaneSecurity::Ipsec,
             _ => LaneSecurity::Tls,
         };
-        self.trunks.keep_up(Destination {
+        let hub = self.trunks.keep_up(Destination {
             to: entrance.to.clone(),
             peers: entrance.peers.clone(),
             security,
-        })
+        })?;
+        if let Mode::RelayAt(_) = entrance.mode {
+            self.relays.test(entrance)?;
+        }
+        Ok(hub)
     }
 
     /// The number of connections that trunks and relays carry, or that wait for them.

@@ -26,7 +26,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
     Features, Offer, Opening, Refusal, Selection, SessionId, SessionSecret, Supported,
-    TUNNEL_VERSIONS, select,
+    TUNNEL_VERSIONS, VersionRange, select,
 };
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use zeroize::Zeroize;
@@ -79,8 +79,17 @@ impl<'a> Selected<'a> {
         epoch: u32,
         deadline: Instant,
     ) -> Result<Self, Failure> {
+        // With version 1 the peer would open lanes to this side.
+        let oldest = if site.port.is_some() {
+            TUNNEL_VERSIONS.min
+        } else {
+            2
+        };
         let offer = Offer {
-            versions: TUNNEL_VERSIONS,
+            versions: VersionRange {
+                min: oldest,
+                ..TUNNEL_VERSIONS
+            },
             optional: Features::NONE,
             required: Features::TUNNEL,
             security: to.security,
@@ -110,7 +119,8 @@ impl<'a> Selected<'a> {
         let own_secret = SessionSecret(random()?);
         // A side that opens all lanes needs no port for them.
         let accepts_none = one_opener(self.selection.version, self.selection.security);
-        let port = if accepts_none { 0 } else { site.port };
+        let port = if accepts_none { None } else { site.port };
+        let port = port.unwrap_or(0);
         send_accept(&self.control, &own_secret, port)?;
         let accepted = read_accept(&self.control, self.deadline)?;
         drop(self.dialling);

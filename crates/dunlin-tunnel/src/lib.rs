@@ -131,7 +131,7 @@ use entrance::EntranceListener;
 use rate::Rates;
 use redirect::Gate;
 use relay::Relays;
-use site::Site;
+use site::{SEPARATOR, Site};
 use threads::Worker;
 use trunks::Trunks;
 
@@ -143,7 +143,7 @@ const DRAIN_STEP: Duration = Duration::from_millis(20);
 /// Starts a [`Tunnel`]; made by [`Tunnel::builder`].
 #[must_use = "no tunnel runs before `start`"]
 pub struct TunnelBuilder<'a> {
-    listener: TcpListener,
+    listener: Option<TcpListener>,
     identities: Identities,
     routes: &'a Routes,
     limits: Limits,
@@ -164,7 +164,8 @@ impl TunnelBuilder<'_> {
     }
 
     /// The implementation of lanes over IPsec, for routes with [`Mode::StripeOverIpsec`] and for
-    /// peers that offer IPsec. If `sealed` is `None`, the tunnel refuses peers that offer IPsec.
+    /// peers that offer IPsec. If `sealed` is `None`, the tunnel refuses peers that offer IPsec. A
+    /// tunnel without a listener has none, because each side opens such lanes.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
@@ -194,20 +195,21 @@ pub struct Tunnel {
     gates: Mutex<BTreeMap<u16, Gate>>,
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,
-    address: SocketAddr,
+    address: Option<SocketAddr>,
     /// Accepts connections of the peers until the tunnel ends.
     port: Option<Worker>,
 }
 
 impl Tunnel {
-    /// A tunnel that accepts its peers on `listener`, with default limits and no observer.
+    /// A tunnel that accepts its peers on `listener`, with default limits and no observer. A tunnel
+    /// without a listener only connects, to peers of wire version 2 or later.
     pub fn builder(
-        listener: TcpListener,
+        listener: impl Into<Option<TcpListener>>,
         identities: Identities,
         routes: &Routes,
     ) -> TunnelBuilder<'_> {
         TunnelBuilder {
-            listener,
+            listener: listener.into(),
             identities,
             routes,
             limits: Limits::default(),
@@ -227,14 +229,16 @@ impl Tunnel {
             sealed,
             observer,
         } = builder;
+        let sealed = sealed.filter(|_| listener.is_some());
         check_sealed(sealed.is_some(), routes)?;
-        let address = listener.local_addr()?;
+        let address = listener.as_ref().map(TcpListener::local_addr).transpose()?;
         let tls = identities.server(routes)?;
         // Check now that the identity can connect, not only when the first connection arrives.
         identities.client(Peers::OneOf(Vec::new()))?;
         let (events, queue) = sync_channel(EVENTS);
         let (limits, own) = (limits.bounded(), identities.clone());
-        let site = Site::new(limits, address.port(), sealed, own, routes, events);
+        let port = address.map(|address| address.port());
+        let site = Site::new(limits, port, sealed, own, routes, events);
         let site = Arc::new(site);
         // The thread ends when the last sender of events is dropped.
         let body = move || queue.iter().for_each(|event| observer.event(&event));
@@ -246,9 +250,12 @@ impl Tunnel {
             relays: Arc::new(Relays::new(&site)),
         };
         let (trunks, own, own_tls) = (Arc::clone(&carriers.trunks), Arc::clone(&site), tls.clone());
-        let port = Worker::start("dunlin-port".to_owned(), move |stopped| {
-            port::listen(&trunks, &own, &listener, &own_tls, stopped);
-        })?;
+        let listen = |listener| {
+            Worker::start("dunlin-port".to_owned(), move |stopped| {
+                port::listen(&trunks, &own, &listener, &own_tls, stopped);
+            })
+        };
+        let port = listener.map(listen).transpose()?;
         let tunnel = Self {
             site,
             carriers,
@@ -258,14 +265,14 @@ impl Tunnel {
             on_demand: Mutex::default(),
             sockets,
             address,
-            port: Some(port),
+            port,
         };
         tunnel.listen(&identities, routes)?;
         Ok(tunnel)
     }
 
-    /// The address at which peers reach the tunnel.
-    pub fn address(&self) -> SocketAddr {
+    /// The address at which peers reach the tunnel, if it accepts peers.
+    pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
@@ -393,8 +400,8 @@ impl Tunnel {
             }
         }
         for status in &mut routes {
-            let to = status.to.as_ref();
-            status.trouble = to.and_then(|to| self.carriers.trunks.failure(to));
+            let mut peers = status.to.iter().flat_map(|to| to.split(SEPARATOR));
+            status.trouble = peers.find_map(|to| self.carriers.trunks.failure(to));
         }
         routes
     }

@@ -33,6 +33,11 @@ pub enum Mode {
     /// server. The value is the oldest TLS version that the peer may use. Lane count and
     /// window are ignored.
     Relay(OldestTls),
+    /// Each connection gets its own TLS 1.3 connection to this port of the host in
+    /// [`Entrance::to`], at which the peer's tunnel has a [`RelayExit`] with [`Target::Ports`]. The
+    /// connection's parameter `port` is sent as the server name of the handshake. The trunk to `to`
+    /// carries none of the connections: it shows whether the peer's tunnel runs.
+    RelayAt(u16),
 }
 
 /// The end of a route at which the local hypervisor connects.
@@ -209,7 +214,9 @@ impl Routes {
         })
     }
 
-    /// Adds the exits of relays. The entrance of a relay is an [`Entrance`] with [`Mode::Relay`].
+    /// Adds the exits of relays. The entrance of a relay is an [`Entrance`] with [`Mode::Relay`] or
+    /// [`Mode::RelayAt`]. A relay may have the name of an exit with the same target and the same
+    /// peers.
     ///
     /// # Errors
     /// [`BadRoute`], for the first invalid route.
@@ -221,10 +228,14 @@ impl Routes {
             let bad = |why| bad(&exit.route, why);
             check(&exit.route, &exit.allow, WINDOW_BYTES).map_err(bad)?;
             check_target(&exit.route, &exit.target, &exit.allow, &self.entrances).map_err(bad)?;
-            if let Ok(Some(_)) = exit.target.parameter() {
+            let has_port = matches!(exit.target, Target::Ports { .. });
+            if !has_port && let Ok(Some(_)) = exit.target.parameter() {
                 return Err(bad(BadParameterTarget::Relay.into()));
             }
-            if !names.insert(&exit.route) {
+            let is_same = |one: &Exit| {
+                (&one.route, &one.target, &one.allow) == (&exit.route, &exit.target, &exit.allow)
+            };
+            if !names.insert(&exit.route) && !self.exits.iter().any(is_same) {
                 return Err(bad(BadRouteReason::Twice));
             }
             let listen = Listen::Tcp(exit.listen);
@@ -236,7 +247,7 @@ impl Routes {
         Ok(self)
     }
 
-    /// Adds entrances with [`Listen::Redirected`], and exits.
+    /// Adds entrances with [`Listen::Redirected`], exits, and exits of relays.
     ///
     /// # Errors
     /// [`BadRoute`], for the first invalid route.
@@ -244,10 +255,13 @@ impl Routes {
         self,
         entrances: Vec<Entrance>,
         exits: Vec<Exit>,
+        relays: Vec<RelayExit>,
     ) -> Result<Self, BadRoute> {
         let entrances = self.entrances.into_iter().chain(entrances);
         let exits = self.exits.into_iter().chain(exits);
-        let routes = Self::new(entrances.collect(), exits.collect())?.with_relays(self.relays)?;
+        let relays = self.relays.into_iter().chain(relays);
+        let routes = Self::new(entrances.collect(), exits.collect())?;
+        let routes = routes.with_relays(relays.collect())?;
         Ok(Self {
             access: self.access,
             rates: self.rates,

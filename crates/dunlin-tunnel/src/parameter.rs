@@ -127,7 +127,7 @@ pub enum BadParameterTarget {
          socket's path and a program's arguments may have one"
     )]
     Chooses,
-    /// The target of a relay has a placeholder. TLS clients send no parameter.
+    /// The target of a relay has a placeholder. TLS clients send no parameter but a port.
     #[error("a relay's target cannot have a placeholder: TLS clients send no parameter")]
     Relay,
 }
@@ -269,7 +269,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
 }
 
 /// Parses a port in its only spelling: decimal, without a sign or leading zeros.
-fn parse_port(text: &str) -> Option<PortRange> {
+pub(super) fn parse_port(text: &str) -> Option<PortRange> {
     let port = text.parse::<u16>().ok()?;
     let one = PortRange::new(port, port)?;
     (port.to_string() == text).then_some(one)

@@ -16,7 +16,7 @@ use super::echo::{ECHO_ROUTE, MAX_PROBE_BYTES, TIMEOUT};
 use super::failure::{Failure, OrFailure};
 use super::listener::next_number;
 use super::meter::{Count, Ending, Tally};
-use super::options::Entrance;
+use super::options::{Entrance, Mode};
 use super::socket::Stream;
 
 const PIECE_BYTES: usize = 256 << 10;
@@ -38,6 +38,12 @@ pub struct Probe {
 /// The reason why the channel failed, or why it returned other bytes.
 pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
     let bytes = bytes.clamp(1, MAX_PROBE_BYTES);
+    let mut mode = entrance.mode;
+    if let Mode::RelayAt(_) = mode {
+        // A relay has no target that returns bytes, so they go over the trunk to the same peer.
+        carriers.relays.test(entrance)?;
+        mode = Mode::Stripe;
+    }
     let outcome = Arc::new(Outcome::default());
     let what = "cannot create a local connection";
     let (near, far) = UnixStream::pair().or_failure(FaultCode::Kernel, what)?;
@@ -45,6 +51,7 @@ pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Resul
     let tally = Arc::clone(&outcome) as Arc<dyn Tally>;
     let entrance = Entrance {
         route: ECHO_ROUTE.to_owned(),
+        mode,
         ..entrance.clone()
     };
     let count = Count::new(carriers.site.meter(ECHO_ROUTE), Some(tally));

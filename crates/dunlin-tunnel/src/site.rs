@@ -27,10 +27,13 @@ use dunlin_lane::peers::{PeerIdentity, PeerRefused, Peers};
 use dunlin_lane::policy::ClientTls;
 use dunlin_lane::security::SealedLanes;
 
+/// Between the addresses of a route's peers.
+pub(super) const SEPARATOR: &str = ", ";
+
 pub(super) struct Site {
     pub(super) limits: Limits,
-    /// The port on which this side accepts the peers' lanes.
-    pub(super) port: u16,
+    /// The port on which this side accepts the peers' lanes; `None` if it accepts no peers.
+    pub(super) port: Option<u16>,
     /// The implementation of lanes over IPsec.
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
@@ -60,7 +63,7 @@ pub(super) struct Site {
 impl Site {
     pub(super) fn new(
         limits: Limits,
-        port: u16,
+        port: Option<u16>,
         sealed: Option<Arc<dyn SealedLanes>>,
         identities: Identities,
         routes: &Routes,
@@ -196,7 +199,7 @@ impl Site {
                 status.listens = Some(one.listen);
             }
             // A redirected route has an entrance for each address of its peers.
-            let others = status.to.take().map(|others| format!("{others}, "));
+            let others = status.to.take().map(|others| others + SEPARATOR);
             status.to = Some(others.unwrap_or_default() + &one.to);
         }
         for exit in configured.exits {

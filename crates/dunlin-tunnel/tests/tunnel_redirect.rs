@@ -7,13 +7,14 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::policy::OldestTls;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, OTHER, identities};
 use dunlin_tunnel::{
-    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, PortRange, Routes, Target,
-    Tunnel, WINDOW_BYTES,
+    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, PortRange, RelayExit, Routes,
+    Target, Tunnel, WINDOW_BYTES,
 };
 
 fn any_port() -> TcpListener {
@@ -88,7 +89,7 @@ fn a_channel_reaches_the_port_that_it_names_at_the_first_address_that_accepts() 
     let target = TcpListener::bind("127.0.0.2:0").unwrap();
     let port = target.local_addr().unwrap().port();
     let far = far(&authority, NEAR, &["127.0.0.3", "127.0.0.2"], one(port));
-    let routes = vec![entrance(Listen::OnDemand, far.address())];
+    let routes = vec![entrance(Listen::OnDemand, far.address().unwrap())];
     let (near, _) = near(&authority, &Routes::new(routes, Vec::new()).unwrap());
     let mut client = through(&near, port);
     let mut server = with_timeout(target.accept().unwrap().0);
@@ -105,7 +106,7 @@ fn i7_an_authorised_peer_reaches_no_port_outside_the_range() {
     let outside = any_port();
     let port = outside.local_addr().unwrap().port();
     let far = far(&authority, NEAR, &["127.0.0.1"], one(port + 1));
-    let routes = vec![entrance(Listen::OnDemand, far.address())];
+    let routes = vec![entrance(Listen::OnDemand, far.address().unwrap())];
     let (near, events) = near(&authority, &Routes::new(routes, Vec::new()).unwrap());
     assert!(!matches!(through(&near, port).read_once(&mut [0]), Ok(1..)));
     let refused = events.wait("refusal", |one| matches!(one, Event::Refused { .. }));
@@ -138,7 +139,7 @@ fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
         at: port,
     };
     let redirected = vec![entrance(listen, address)];
-    let routes = Routes::default().with_redirected(redirected, Vec::new());
+    let routes = Routes::default().with_redirected(redirected, Vec::new(), Vec::new());
     let (near, events) = near(&authority, &routes.unwrap());
     assert_eq!(near.refused_redirects(), Some(0));
     let failed = events.wait("failure", |one| matches!(one, Event::TrunkFailed { .. }));
@@ -191,16 +192,149 @@ fn two_routes_cannot_be_redirected_from_one_port_and_a_relay_cannot_be_redirecte
     }
     assert!(routes(redirected(201, 300)).is_ok());
     let mut relay = entrance(redirected(1, 2), to);
-    relay.mode = Mode::Relay(dunlin_lane::policy::OldestTls::default());
+    relay.mode = Mode::Relay(OldestTls::default());
     let bad = Routes::new(vec![relay], Vec::new()).unwrap_err();
     assert_eq!(bad.why, BadRouteReason::RedirectedRelay);
+}
+
+/// A far tunnel with a relay to `ports` of loopback, beside the trunk's target.
+fn far_relay(authority: &Authority, ports: PortRange) -> (Tunnel, Events, u16) {
+    let target = Target::Ports {
+        addresses: vec![Ipv4Addr::LOCALHOST.into()],
+        ports,
+    };
+    let exit = Exit {
+        route: "ram".to_owned(),
+        allow: names(&[NEAR]),
+        target: target.clone(),
+        window_bytes: WINDOW_BYTES,
+    };
+    let relay = RelayExit {
+        route: "ram".to_owned(),
+        listen: "127.0.0.1:0".parse().unwrap(),
+        allow: names(&[NEAR]),
+        target,
+        oldest_tls: OldestTls::V1_3,
+    };
+    let routes = Routes::default().with_redirected(Vec::new(), vec![exit], vec![relay]);
+    let events = Events::default();
+    let own = identities(authority.identity(&[FAR]));
+    let far = Tunnel::builder(any_port(), own, &routes.unwrap())
+        .observer(events.observer())
+        .start()
+        .unwrap();
+    let (_, at) = far.relay_ports().remove(0);
+    (far, events, at.port())
+}
+
+fn relayed(far: &Tunnel, at: u16) -> Entrance {
+    Entrance {
+        mode: Mode::RelayAt(at),
+        ..entrance(Listen::OnDemand, far.address().unwrap())
+    }
+}
+
+#[test]
+fn a_relay_reaches_the_port_that_its_parameter_names() {
+    let authority = Authority::new();
+    let [target, other] = [any_port(), any_port()];
+    let port = target.local_addr().unwrap().port();
+    let ports = {
+        let other = other.local_addr().unwrap().port();
+        PortRange::new(port.min(other), port.max(other)).unwrap()
+    };
+    let (far, events, at) = far_relay(&authority, ports);
+    let routes = Routes::new(vec![relayed(&far, at)], Vec::new()).unwrap();
+    let (near, _) = near(&authority, &routes);
+    for (to, word) in [
+        (&target, b"memory"),
+        (&other, b"device"),
+        (&target, b"postcp"),
+    ] {
+        let mut client = through(&near, to.local_addr().unwrap().port());
+        let mut server = with_timeout(to.accept().unwrap().0);
+        client.write_all(word).unwrap();
+        let mut read = [0; 6];
+        server.read_exact(&mut read).unwrap();
+        assert_eq!(&read, word);
+        server.write_all(b"answer").unwrap();
+        client.read_exact(&mut read).unwrap();
+        assert_eq!(&read, b"answer");
+    }
+    // Each connection has a TLS connection of its own; no trunk carries it.
+    assert_eq!(events.count(|one| matches!(one, Event::TrunkUp { .. })), 0);
+}
+
+/// Claim P22 of docs/security.
+#[test]
+fn i7_a_relays_client_reaches_no_port_outside_the_range() {
+    let authority = Authority::new();
+    let outside = any_port();
+    let port = outside.local_addr().unwrap().port();
+    let (far, events, at) = far_relay(&authority, one(port + 1));
+    let routes = Routes::new(vec![relayed(&far, at)], Vec::new()).unwrap();
+    let (near, _) = near(&authority, &routes);
+    assert!(!matches!(through(&near, port).read_once(&mut [0]), Ok(1..)));
+    let refused = events.wait("refusal", |one| matches!(one, Event::Refused { .. }));
+    assert_eq!(refused.fault(), Some(FaultCode::ParameterRefused));
+    outside.set_nonblocking(true).unwrap();
+    assert_eq!(outside.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+}
+
+/// A test of the path asks for no port, so it opens no connection to a hypervisor.
+#[test]
+fn a_probe_tests_the_port_of_a_relay() {
+    let authority = Authority::new();
+    let target = any_port();
+    let (far, events, at) = far_relay(&authority, one(target.local_addr().unwrap().port()));
+    let (near, _) = near(&authority, &Routes::default());
+    assert_eq!(
+        near.probe(&relayed(&far, at), 1 << 20).unwrap().bytes,
+        1 << 20
+    );
+    target.set_nonblocking(true).unwrap();
+    assert_eq!(target.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+    let is_refusal = |one: &Event| matches!(one, Event::Refused { .. } | Event::Rejected { .. });
+    assert_eq!(events.count(is_refusal), 0, "{:?}", events.all());
+    // The trunk works, and the relay's port does not.
+    let failed = near.probe(&relayed(&far, free_port()), 1).unwrap_err();
+    assert_eq!(failed.code(), FaultCode::TargetUnreachable, "{failed}");
+}
+
+/// A host that only connects needs no port for its peers: it opens the lanes of both directions.
+#[test]
+fn a_tunnel_without_a_listener_connects_and_carries_both_directions() {
+    let authority = Authority::new();
+    let target = any_port();
+    let port = target.local_addr().unwrap().port();
+    let far = far(&authority, NEAR, &["127.0.0.1"], one(port));
+    let routes = vec![entrance(Listen::OnDemand, far.address().unwrap())];
+    let routes = Routes::new(routes, Vec::new()).unwrap();
+    let own = identities(authority.identity(&[NEAR]));
+    let near = Tunnel::builder(None, own, &routes).start().unwrap();
+    assert_eq!(near.address(), None);
+    let mut client = through(&near, port);
+    let mut server = with_timeout(target.accept().unwrap().0);
+    let (there, back) = (vec![1; 1 << 20], vec![2; 1 << 20]);
+    thread::scope(|scope| {
+        scope.spawn(|| (&client).write_all(&there).unwrap());
+        let mut read = vec![0; 1 << 20];
+        server.read_exact(&mut read).unwrap();
+        assert!(read == there);
+    });
+    thread::scope(|scope| {
+        scope.spawn(|| (&server).write_all(&back).unwrap());
+        let mut read = vec![0; 1 << 20];
+        client.read_exact(&mut read).unwrap();
+        assert!(read == back);
+    });
 }
 
 #[test]
 fn a_probe_sends_bytes_to_a_peer_and_back() {
     let authority = Authority::new();
     let far = far(&authority, NEAR, &["127.0.0.1"], one(free_port()));
-    let to = entrance(Listen::OnDemand, far.address());
+    let to = entrance(Listen::OnDemand, far.address().unwrap());
     let routes = Routes::new(vec![to.clone()], Vec::new()).unwrap();
     let (near, _) = near(&authority, &routes);
     let bytes = (9 << 20) + 17;
@@ -215,7 +349,7 @@ fn a_probe_reports_why_a_peer_cannot_be_used() {
     let (near, _) = near(&authority, &Routes::default());
     // The peer admits this side to no target.
     let stranger = far(&authority, OTHER, &["127.0.0.1"], one(free_port()));
-    let refused = near.probe(&entrance(Listen::OnDemand, stranger.address()), 1);
+    let refused = near.probe(&entrance(Listen::OnDemand, stranger.address().unwrap()), 1);
     let refused = refused.unwrap_err();
     assert_eq!(refused.code(), FaultCode::Unauthorised, "{refused}");
     // Nothing listens there.
@@ -231,7 +365,7 @@ fn a_probe_accepts_no_other_peer() {
     let authority = Authority::new();
     let far = far(&authority, NEAR, &["127.0.0.1"], one(free_port()));
     let (near, _) = near(&authority, &Routes::default());
-    let mut to = entrance(Listen::OnDemand, far.address());
+    let mut to = entrance(Listen::OnDemand, far.address().unwrap());
     to.peers = names(&[OTHER]);
     let refused = near.probe(&to, 1).unwrap_err();
     assert_eq!(refused.code(), FaultCode::Unauthorised, "{refused}");

@@ -3,17 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use dunlin_lane::resolve::host;
-use dunlin_linux::poll::waker;
 
-use crate::tunnel::{Listeners, Redirect};
-
-/// Time limit for the lookup of one name. It is short, because `watch` looks names up between two
-/// results, and a result is valid for 30 s.
-const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
+use crate::tunnel::{self, Listeners, Redirect};
 
 /// A redirect and the addresses of its peers.
 #[derive(Clone, Debug)]
@@ -83,15 +76,12 @@ impl Addressed {
 
 /// All addresses of a host.
 fn look_up(redirect: &str, name: &str) -> Result<Vec<IpAddr>> {
-    let (_never, stop) = waker()?;
-    let found = match host(name, 0, Instant::now() + LOOKUP_LIMIT, &stop) {
-        Ok(found) => found,
+    match tunnel::look_up(name) {
+        Ok(found) => Ok(found),
         Err(error) => bail!(Unresolved(format!(
             "redirect {redirect}: peer {name} has no address (at fault: network): {error}; write \
              the peer's addresses in peers, or a line in /etc/hosts, which needs no name server \
              when the host boots"
         ))),
-    };
-    let addresses = found.into_iter().map(|at| at.ip().to_canonical());
-    Ok(addresses.collect())
+    }
 }

@@ -1,10 +1,9 @@
 //! `dunlin tunnel check`: the configuration and its certificates, and with `--connect` the path to
 //! each peer.
 
-use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use dunlin_tunnel::{Entrance, Identities, Listen, MAX_PROBE_BYTES, Mode, Routes, Tunnel};
 
@@ -79,7 +78,7 @@ impl Check {
         }
         for entrance in config.routes.entrances() {
             let why = match entrance.mode {
-                Mode::Stripe => continue,
+                Mode::Stripe | Mode::RelayAt(_) => continue,
                 Mode::StripeOverIpsec => "lanes over IPsec",
                 Mode::Relay(_) => "a relay",
             };
@@ -91,15 +90,14 @@ impl Check {
     }
 }
 
-/// The striped entrances, one for each peer.
+/// The entrances with trunks over TLS, one for each peer.
 fn peers(routes: &Routes) -> Vec<Entrance> {
     let mut peers: Vec<Entrance> = Vec::new();
-    for one in routes
-        .entrances()
-        .iter()
-        .filter(|one| one.mode == Mode::Stripe)
-    {
-        let is_same = |other: &Entrance| (&other.to, &other.peers) == (&one.to, &one.peers);
+    let is_tried = |one: &&Entrance| matches!(one.mode, Mode::Stripe | Mode::RelayAt(_));
+    for one in routes.entrances().iter().filter(is_tried) {
+        let is_same = |other: &Entrance| {
+            (&other.to, &other.peers, other.mode) == (&one.to, &one.peers, one.mode)
+        };
         if !peers.iter().any(is_same) {
             let listen = Listen::OnDemand;
             peers.push(Entrance {
@@ -113,9 +111,7 @@ fn peers(routes: &Routes) -> Vec<Entrance> {
 
 /// A tunnel that accepts no connections of hypervisors.
 fn tunnel(config: &Config, identities: Identities, peers: &[Entrance]) -> Result<Tunnel> {
-    let what = "cannot listen on 127.0.0.1";
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context(what)?;
     let routes = Routes::new(peers.to_vec(), Vec::new())?;
-    let tunnel = Tunnel::builder(listener, identities, &routes).limits(config.limits);
+    let tunnel = Tunnel::builder(None, identities, &routes).limits(config.limits);
     Ok(tunnel.start()?)
 }

@@ -15,15 +15,15 @@ use std::time::Duration;
 
 use anyhow::bail;
 use dunlin::lane::offload::Offload;
-use dunlin_tunnel::{FileAccess, Limits, Routes};
+use dunlin_tunnel::{Exit, FileAccess, Limits, Routes};
 use serde::Deserialize;
 use toml::Spanned;
 
 pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
 use rate::PeerTable;
-use redirect::{Others, Redirect, RedirectTable};
-use table::{Found, LanesKey, Port, RouteTable, parse_port};
+use redirect::{Others, PEER_PORT, Redirect, RedirectTable};
+use table::{Found, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
@@ -31,8 +31,8 @@ use crate::options::{parse_bytes, parse_limit};
 /// A configuration in which no mistake was found. The check opens no files or sockets.
 #[derive(Debug)]
 pub(crate) struct Config {
-    /// Address to which the peers' tunnels connect.
-    pub(crate) listen: Port,
+    /// Address to which the peers' tunnels connect; `None` if this tunnel only connects.
+    pub(crate) listen: Option<Port>,
     pub(crate) identity: PathBuf,
     pub(crate) reading: Reading,
     /// Where TLS records are sealed and opened: kernel or process.
@@ -56,7 +56,7 @@ pub(crate) struct Config {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    listen: Spanned<String>,
+    listen: Option<Spanned<String>>,
     identity: PathBuf,
     #[serde(default)]
     allow_open_key: bool,
@@ -120,7 +120,8 @@ impl Config {
 }
 
 fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
-    let listen = found.parsed(&file.listen, |text| parse_port(text));
+    let listen = file.listen.as_ref();
+    let listen = listen.and_then(|listen| found.parsed(listen, |text| parse_port(text)));
     let usual = Limits::default();
     let table = &file.limits;
     let limits = Limits {
@@ -185,7 +186,10 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         relays: &relays,
     };
     let redirects = redirect::check(&file.redirect, is_prepared, &others, found);
-    let rates = rate::check(&file.route, &file.peer, found);
+    let rates = rate::check(&file.route, &file.redirect, &file.peer, found);
+    if file.listen.is_none() {
+        needs_no_listener(&file, &exits, found);
+    }
     if file.route.is_empty() && file.redirect.is_empty() {
         let text = "the file has no route: add [route.NAME] with listen and to on the host that \
                     accepts connections, and with target and allow on the other, or \
@@ -216,7 +220,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     let mut tables = file.route.values();
     let starts_programs = tables.any(|table| table.get_ref().exec.is_some());
     Some(Config {
-        listen: listen?,
+        listen,
         identity: file.identity,
         reading,
         offload,
@@ -229,6 +233,22 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         limits,
         drain,
     })
+}
+
+/// Reports what a tunnel without `listen` cannot do.
+fn needs_no_listener(file: &File, exits: &[Exit], found: &mut Found<'_>) {
+    for exit in exits {
+        let at = file.route.get(&exit.route).map_or(0..0, Spanned::span);
+        let text = format!(
+            "route {} has a target, and no peer can connect: add listen = \"0.0.0.0:{PEER_PORT}\"",
+            exit.route
+        );
+        found.add(&at, text);
+    }
+    if file.ipsec.is_some() {
+        let text = "[ipsec] needs listen, because each side opens its lanes: add listen";
+        found.add(&(0..0), text.to_owned());
+    }
 }
 
 /// Default time limit for channels after SIGTERM: slightly less than service managers wait before

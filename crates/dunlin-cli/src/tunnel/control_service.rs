@@ -144,7 +144,7 @@ impl ControlService {
             name: self.name.clone(),
             pid: std::process::id(),
             control: self.control.display().to_string(),
-            address: tunnel.address().to_string(),
+            address: tunnel.address().map(|address| address.to_string()),
             running_s: self.began.elapsed().as_secs_f64(),
             over_ms: crate::line::millis(over),
             routes: now.iter().map(route).collect(),

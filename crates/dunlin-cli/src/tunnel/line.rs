@@ -12,8 +12,8 @@ pub(crate) struct TunnelLine {
     pub(crate) name: String,
     pub(crate) pid: u32,
     pub(crate) control: String,
-    /// Address to which the peers' tunnels connect.
-    pub(crate) address: String,
+    /// Address to which the peers' tunnels connect; `None` if this tunnel only connects.
+    pub(crate) address: Option<String>,
     pub(crate) running_s: f64,
     /// Rates are averages over this many milliseconds before the status was taken.
     pub(crate) over_ms: f64,

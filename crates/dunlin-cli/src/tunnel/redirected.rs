@@ -2,16 +2,25 @@
 //! ports of this host.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use dunlin::lane::peers::{Peer, Peers};
+use dunlin::lane::policy::OldestTls;
+use dunlin_lane::resolve;
+use dunlin_linux::poll::waker;
 use dunlin_linux::redirected::is_own_address;
-use dunlin_tunnel::{Entrance, Exit, Listen, Routes, Target};
+use dunlin_tunnel::{Entrance, Exit, Listen, RelayExit, Routes, Target};
 
 use super::config::Config;
 use super::config::redirect::{Listeners, Redirect, RedirectPeer};
+use super::config::table::Port;
 use crate::log;
+
+/// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks names up
+/// between two results, and a result is valid for 30 s.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Adds the routes of the configuration's redirects. Logs a warning for each host name that cannot
 /// be resolved; connections to its addresses are refused until the configuration is reloaded.
@@ -20,7 +29,7 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
         return Ok(config.routes.clone());
     }
     let listeners = Listeners::new(&config.redirects, config.redirect_port);
-    let (mut entrances, mut exits) = (Vec::new(), Vec::new());
+    let (mut entrances, mut exits, mut relays) = (Vec::new(), Vec::new(), Vec::new());
     for redirect in &config.redirects {
         let ports = redirect.ports;
         for (address, (at, peers)) in peers_by_address(redirect, &listeners)? {
@@ -34,19 +43,39 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
                 mode: redirect.mode,
             });
         }
+        let Some(listen) = &config.listen else {
+            continue;
+        };
         let allow: Result<Vec<Peer>> = redirect.peers.iter().map(identity).collect();
+        let allow = Peers::OneOf(allow?);
+        let target = Target::Ports {
+            addresses: redirect.local.clone(),
+            ports,
+        };
+        relays.extend(redirect.relay_port.map(|port| RelayExit {
+            route: redirect.name.clone(),
+            listen: SocketAddr::new(ip_of(listen), port),
+            allow: allow.clone(),
+            target: target.clone(),
+            oldest_tls: OldestTls::V1_3,
+        }));
         exits.push(Exit {
             route: redirect.name.clone(),
-            allow: Peers::OneOf(allow?),
-            target: Target::Ports {
-                addresses: redirect.local.clone(),
-                ports,
-            },
+            allow,
+            target,
             window_bytes: redirect.window_bytes,
         });
     }
     let routes = config.routes.clone();
-    Ok(routes.with_redirected(entrances, exits)?)
+    Ok(routes.with_redirected(entrances, exits, relays)?)
+}
+
+/// The address at which the tunnel listens.
+fn ip_of(listen: &Port) -> IpAddr {
+    match listen {
+        Port::At(address) => address.ip(),
+        Port::Passed(_) => Ipv6Addr::UNSPECIFIED.into(),
+    }
 }
 
 /// The listener of each address, and the identities that may answer there. Several names may lead to
@@ -75,19 +104,23 @@ fn identity(peer: &RedirectPeer) -> Result<Peer> {
     parsed.map_err(|error| anyhow!("peer {}: {error}", peer.host))
 }
 
-/// The address `host`, or all addresses of the name `host`.
+/// The addresses of a peer; none, and a warning, if it has none.
 fn addresses(redirect: &str, host: &str) -> Vec<IpAddr> {
-    if let Ok(address) = host.parse() {
-        return vec![address];
-    }
-    match (host, 0).to_socket_addrs() {
-        Ok(found) => found.map(|one| one.ip().to_canonical()).collect(),
-        Err(error) => {
-            log::warn([format!(
-                "redirect {redirect}: cannot resolve {host} ({error}); connections to it are \
-                 refused until a reload: write its addresses in peers, or add it to /etc/hosts"
-            )]);
-            Vec::new()
-        }
-    }
+    look_up(host).unwrap_or_else(|error| {
+        log::warn([format!(
+            "redirect {redirect}: cannot resolve {host} ({error}); connections to it are refused \
+             until a reload: write its addresses in peers, or add it to /etc/hosts"
+        )]);
+        Vec::new()
+    })
+}
+
+/// The address `host`, or all addresses of the name `host`.
+///
+/// # Errors
+/// The name cannot be looked up within [`LOOKUP_LIMIT`].
+pub(crate) fn look_up(host: &str) -> Result<Vec<IpAddr>> {
+    let (_never, stop) = waker()?;
+    let found = resolve::host(host, 0, Instant::now() + LOOKUP_LIMIT, &stop)?;
+    Ok(found.into_iter().map(|at| at.ip().to_canonical()).collect())
 }

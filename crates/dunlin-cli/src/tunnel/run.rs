@@ -70,7 +70,9 @@ impl Run {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
-        let listener = config.listen.open(&passed, "listen in the configuration")?;
+        let listen = config.listen.as_ref();
+        let listener = listen.map(|listen| listen.open(&passed, "listen in the configuration"));
+        let listener = listener.transpose()?;
         let observer = |event: &Event| log_event(event);
         let socket = self.control_socket()?;
         // Confine the process before it starts threads, because existing threads would stay
@@ -107,7 +109,11 @@ impl Run {
             )?),
             None => None,
         };
-        println!("listening on {}", tunnel.address());
+        let address = tunnel.address().map(|address| address.to_string());
+        match &address {
+            Some(address) => println!("listening on {address}"),
+            None => println!("listening for no peers: this tunnel only connects"),
+        }
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
         }
@@ -116,7 +122,8 @@ impl Run {
         }
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
-        manager.ready(&format!("peers connect to {}", tunnel.address()));
+        let address = address.as_deref().unwrap_or("no address");
+        manager.ready(&format!("peers connect to {address}"));
         let mut drain = config.drain;
         wait_for(sender, ends, hang_ups, || ())?;
         let ended = serve(events, &manager, "configuration", || {
@@ -236,14 +243,12 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     for access in config.routes.access_of_sockets() {
         confine::allows_owner(access)?;
     }
-    if let Port::At(at) = config.listen
-        && at.port() != 0
-        && at != tunnel.address()
-    {
-        say(&format!(
-            "the address for peers stays {} until the tunnel is restarted",
-            tunnel.address()
-        ));
+    let is_new = match (&config.listen, tunnel.address()) {
+        (Some(Port::At(at)), address) => at.port() != 0 && Some(*at) != address,
+        (listen, address) => listen.is_some() != address.is_some(),
+    };
+    if is_new {
+        say("the address for peers stays as it is until the tunnel is restarted");
     }
     tunnel.replace(identities, &config.routes)?;
     Ok(config.drain)

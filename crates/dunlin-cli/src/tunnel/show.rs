@@ -28,7 +28,7 @@ pub(crate) fn show(line: &TunnelLine) {
         clean(&line.name),
         line.pid,
         line.running_s,
-        clean(&line.address)
+        clean(line.address.as_deref().unwrap_or("no address"))
     );
     for route in &line.routes {
         println!("  {}", clean(&of_route(route, line.over_ms)));

@@ -268,6 +268,15 @@ impl ClientTls {
     pub fn config(&self) -> &Arc<ClientConfig> {
         &self.config
     }
+
+    /// Asks for another server name (SNI); `None` if it is not a DNS name. Which peers are accepted
+    /// does not depend on it.
+    #[cfg(feature = "unstable-internals")]
+    pub fn asking_for(mut self, name: &str) -> Option<Self> {
+        self.server_name = ServerName::try_from(name.to_owned()).ok()?;
+        Arc::make_mut(&mut self.config).enable_sni = true;
+        Some(self)
+    }
 }
 
 impl ServerTls {

@@ -7,6 +7,7 @@
 //! ```
 //!
 //! - `port`: accepts TLS clients, one port per route.
+//! - `dial`: connects to a TLS server; which port of the peer a connection asks for.
 //! - this file: queues of connections that wait for the second connection of their channel. Each
 //!   entrance and each port has one queue. The members of a queue are connected one after the
 //!   other, so that they arrive in the order of acceptance.
@@ -21,6 +22,7 @@
 //! for example a connection that ends without *close_notify*. An idle channel holds no buffer.
 
 mod channel;
+mod dial;
 mod life;
 mod port;
 mod process;
@@ -34,7 +36,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
 
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
@@ -42,21 +43,19 @@ use dunlin_proto::fault::FaultCode;
 use super::counted::Counted;
 use super::error::TunnelError;
 use super::event::Event;
-use super::failure::{Failure, OrFailure};
+use super::failure::Failure;
 use super::identities::Identities;
 use super::options::{Entrance, Routes};
-use super::route::{Listen, RelayExit};
+use super::parameter::fill;
+use super::route::{Listen, RelayExit, Target};
 use super::site::Site;
 use super::socket::Socket;
 use super::status::Status;
 use super::target;
-use dunlin_lane::fault::of_handshake;
-use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::handshake::relay::{Relayed, client};
-use dunlin_lane::policy::OldestTls;
-use dunlin_lane::record::Alert;
+use dunlin_lane::handshake::relay::Relayed;
 
 use channel::Channel;
+use dial::Dial;
 use port::Port;
 use process::CHANNEL_BYTES;
 use ready::out_of_resources;
@@ -67,7 +66,7 @@ const WAITING: usize = 512;
 
 /// One connection of a channel, while the second connection does not exist yet.
 enum Half {
-    Accepted(Box<Entrance>, OldestTls, Socket),
+    Accepted(Box<Entrance>, Dial, Socket),
     Authenticated(Box<RelayExit>, Box<Relayed>),
 }
 
@@ -167,32 +166,48 @@ impl Relays {
         lock(&self.ports).iter().map(of).collect()
     }
 
-    /// Carries a connection that was accepted at an entrance, to a peer that may use TLS
-    /// version `oldest` or a later one. Callers pass the connections of one entrance in the
-    /// order of acceptance.
+    /// Carries a connection that was accepted at an entrance. Callers pass the connections of one
+    /// entrance in the order of acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
-        oldest: OldestTls,
         listener: u64,
         parameter: &str,
         socket: Socket,
     ) {
-        let half = Half::Accepted(Box::new(entrance.clone()), oldest, socket);
-        if !parameter.is_empty() {
-            let text = format!(
-                "route {:?} is a relay and carries no parameter",
-                entrance.route
-            );
-            let failure = Failure::new(FaultCode::ParameterRefused, text);
-            return half.refuse(&self.site, failure);
+        match Dial::of(entrance, parameter) {
+            Ok(dial) => {
+                let peer = dial.to.clone();
+                let half = Half::Accepted(Box::new(entrance.clone()), dial, socket);
+                self.wait(listener, &peer, half);
+            }
+            Err(failure) => refuse_accepted(&self.site, entrance, &socket, failure),
         }
-        self.wait(listener, &entrance.to, half);
+    }
+
+    /// Tests the path to a relay's peer: connects without asking for a port.
+    ///
+    /// # Errors
+    /// The peer does not answer, or is another one.
+    pub(super) fn test(&self, entrance: &Entrance) -> Result<(), Failure> {
+        dial::reach(&self.site, entrance, &Dial::of(entrance, "")?).map(drop)
     }
 
     /// Carries a TLS client that a port has authenticated.
-    fn take(self: &Arc<Self>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
+    fn take(self: &Arc<Self>, port: u64, mut exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
+        if let Target::Ports { .. } = exit.target {
+            let asked = dial::parameter(relayed.asked_for.as_deref());
+            match (&*asked, fill(&exit.route, &exit.target, &asked)) {
+                // The peer has tested the path.
+                ("", _) => return,
+                (_, Ok(target)) => exit.target = target,
+                (_, Err(failure)) => {
+                    let half = Half::Authenticated(Box::new(exit), relayed);
+                    return half.refuse(&self.site, failure);
+                }
+            }
+        }
         let half = Half::Authenticated(Box::new(exit), relayed);
         self.wait(port, &peer, half);
     }
@@ -262,9 +277,9 @@ impl Relays {
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
         match half {
-            Half::Accepted(entrance, oldest, socket) => match reach(site, &entrance, oldest) {
+            Half::Accepted(entrance, dial, socket) => match dial::reach(site, &entrance, &dial) {
                 Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
-                Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
+                Err(failure) => refuse_accepted(site, &entrance, &socket, failure),
             },
             Half::Authenticated(exit, relayed) => {
                 let (route, target) = (&exit.route, &exit.target);
@@ -365,61 +380,27 @@ impl Relays {
 
 impl Half {
     fn refuse(self, site: &Site, failure: Failure) {
-        let route = match self {
+        match self {
             Self::Accepted(entrance, _, socket) => {
-                socket.fail(&failure);
-                entrance.route
+                refuse_accepted(site, &entrance, &socket, failure);
             }
             Self::Authenticated(exit, relayed) => {
                 // Fails only if the connection is closed.
                 let _ = set_reset_on_close(&relayed.stream);
-                exit.route
+                let route = exit.route;
+                site.report(Event::Refused { route, failure });
             }
-        };
-        site.report(Event::Refused { route, failure });
+        }
     }
+}
+
+fn refuse_accepted(site: &Site, entrance: &Entrance, socket: &Socket, failure: Failure) {
+    socket.fail(&failure);
+    let route = entrance.route.clone();
+    site.report(Event::Refused { route, failure });
 }
 
 fn ended() -> Failure {
     let text = "tunnel ended before the channel had ended";
     Failure::new(FaultCode::Ended, text)
-}
-
-/// Connects to a relay's peer and performs the handshake, unless the tunnel ends first.
-fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed, Failure> {
-    let deadline = Instant::now() + site.limits.connect;
-    let dialling = site.dials.begin()?;
-    let (to, cancel) = (&entrance.to, &dialling.cancel);
-    let host = to.rsplit_once(':').map_or(&**to, |(host, _)| host);
-    let peers = entrance.peers.clone();
-    let identities = site.identities().clone();
-    let tls = identities
-        .connecting
-        .relay_client(&identities.crypto, peers, oldest, host)
-        .or_failure(
-            FaultCode::Unauthorised,
-            "this side's identity cannot be used to connect",
-        )?;
-    let connected = site.connector.connect(to, deadline, cancel.wakeup());
-    let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
-    let stream = covered.map_err(|error| {
-        Failure::of_peer(
-            FaultCode::TargetUnreachable,
-            &format!("{to} cannot be reached: {error}"),
-        )
-    })?;
-    client(stream, &tls, deadline).map_err(|error| {
-        let hint = match (&error, oldest) {
-            (
-                HandshakeError::PeerAlert(Alert(70)) | HandshakeError::Incompatible(_),
-                OldestTls::V1_3,
-            ) => "; the route requires TLS 1.3",
-            _ => "",
-        };
-        let text = format!("TLS handshake with {to} failed: {error}{hint}");
-        match of_handshake(&error) {
-            FaultCode::ControlLost => Failure::of_peer(FaultCode::TargetUnreachable, &text),
-            code => Failure::new(code, text),
-        }
-    })
 }

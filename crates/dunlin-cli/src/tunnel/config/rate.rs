@@ -7,6 +7,7 @@ use dunlin_tunnel::{LEAST_RATE, Routes};
 use serde::Deserialize;
 use toml::Spanned;
 
+use super::redirect::RedirectTable;
 use super::table::{Found, RouteTable};
 use crate::options::parse_rate;
 
@@ -25,12 +26,16 @@ pub(super) struct Rates {
 
 pub(super) fn check(
     routes: &BTreeMap<String, Spanned<RouteTable>>,
+    redirects: &BTreeMap<String, Spanned<RedirectTable>>,
     peers: &BTreeMap<String, Spanned<PeerTable>>,
     found: &mut Found<'_>,
 ) -> Rates {
     let mut rates = Rates::default();
-    for (name, table) in routes {
-        let rate = found.or(&table.get_ref().rate, None, optional);
+    let routes = routes.iter().map(|(name, one)| (name, &one.get_ref().rate));
+    let redirects = redirects.iter();
+    let redirects = redirects.map(|(name, one)| (name, &one.get_ref().rate));
+    for (name, rate) in routes.chain(redirects) {
+        let rate = found.or(rate, None, optional);
         rates.routes.extend(rate.map(|rate| (name.clone(), rate)));
     }
     for (name, table) in peers {

@@ -32,7 +32,6 @@ const LONGEST_PLAIN: Duration = Duration::days(90);
 /// Connections of local users to ports of peers, and connections of the peers to the same ports of
 /// this host. The tunnel carries both.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(dead_code, reason = "the tunnel will use the other fields")]
 pub(crate) struct Redirect {
     pub(crate) name: String,
     /// The same ports here and at the peers.
@@ -45,6 +44,8 @@ pub(crate) struct Redirect {
     pub(crate) plain: Option<Plain>,
     /// Port of the peers' tunnels.
     pub(crate) peer_port: u16,
+    /// Port of the peers' tunnels, and of this one, for relays.
+    pub(crate) relay_port: Option<u16>,
     pub(crate) lanes: u16,
     pub(crate) window_bytes: u64,
     pub(crate) mode: Mode,
@@ -107,8 +108,10 @@ pub(super) struct RedirectTable {
     users: Spanned<Vec<Spanned<String>>>,
     local: Option<Spanned<Vec<Spanned<String>>>>,
     peer_port: Option<Spanned<u64>>,
-    lanes: Option<Spanned<LanesKey>>,
+    relay_port: Option<Spanned<u64>>,
+    lanes: Option<Spanned<u64>>,
     window: Option<Spanned<String>>,
+    pub(super) rate: Option<Spanned<String>>,
     mode: Option<Spanned<String>>,
     security: Option<Spanned<String>>,
     plain_from: Option<Spanned<Vec<Spanned<String>>>>,
@@ -160,17 +163,22 @@ fn check_one(
         None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
     };
     let plain = plain(name, table, &peers, today(), found);
-    let peer_port = &table.peer_port;
+    let (peer_port, relay_port) = (&table.peer_port, &table.relay_port);
+    let most = u64::from(u16::MAX);
+    let relay_port = relay_port
+        .is_some()
+        .then(|| found.count("relay_port", relay_port, 0, most));
     Some(Redirect {
         name: name.to_owned(),
         peers,
         users,
         local,
         plain,
-        peer_port: found.count("peer_port", peer_port, PEER_PORT, u64::from(u16::MAX)),
-        lanes: found.lanes(&table.lanes),
+        peer_port: found.count("peer_port", peer_port, PEER_PORT, most),
+        relay_port,
+        lanes: found.count("lanes", &table.lanes, DEFAULT_LANES, 128),
         window_bytes: found.or(&table.window, WINDOW_BYTES, parse_window),
-        mode: mode(name, table, is_prepared, found),
+        mode: mode(name, table, relay_port, is_prepared, found),
         ports: ports?,
     })
 }
@@ -210,9 +218,14 @@ fn check_together(
             }
         }
         let peer_port = ("peer_port".to_owned(), redirect.peer_port);
+        let relay_ports = redirects.iter().filter_map(|one| {
+            let key = format!("relay_port of redirect {}", one.name);
+            Some((key, one.relay_port?))
+        });
         let own = Listeners::new(redirects, others.redirect_port).ports();
         let own = own.map(|port| ("redirect_port, or a port after it".to_owned(), port));
-        for (key, port) in others.ports().chain([peer_port]).chain(own) {
+        let all = others.ports().chain([peer_port]).chain(relay_ports);
+        for (key, port) in all.chain(own) {
             if ports.contains(port) {
                 let text = format!(
                     "redirect {name}: ports {ports} contain {port}, which is {key}: choose \
@@ -222,6 +235,7 @@ fn check_together(
             }
         }
     }
+    check_relay_ports(redirects, tables, others, found);
     let listeners = Listeners::new(redirects, others.redirect_port);
     let Some(table) = tables.values().next() else {
         return;
@@ -244,6 +258,37 @@ fn check_together(
             listeners.hosts.len()
         );
         found.add(&table.span(), text);
+    }
+}
+
+/// Reports a `relay_port` at which the tunnel listens for something else.
+fn check_relay_ports(
+    redirects: &[Redirect],
+    tables: &BTreeMap<String, Spanned<RedirectTable>>,
+    others: &Others<'_>,
+    found: &mut Found<'_>,
+) {
+    let listeners = Listeners::new(redirects, others.redirect_port).ports();
+    for (index, redirect) in redirects.iter().enumerate() {
+        let table = tables.get(&redirect.name).map(Spanned::get_ref);
+        let (Some(port), Some(at)) = (redirect.relay_port, table.and_then(|it| at(&it.relay_port)))
+        else {
+            continue;
+        };
+        let is_taken = others.ports().any(|(_, other)| other == port)
+            || listeners.contains(&port)
+            || port == redirect.peer_port
+            || redirects[..index]
+                .iter()
+                .any(|other| other.relay_port == Some(port));
+        if is_taken {
+            let text = format!(
+                "redirect {}: relay_port {port} is another port of the tunnel: choose one that \
+                 only this redirect uses",
+                redirect.name
+            );
+            found.add(&at, text);
+        }
     }
 }
 
@@ -485,18 +530,32 @@ fn parse_date(text: &str) -> Option<Date> {
     Date::from_calendar_date(year.into(), month, u8::try_from(day).ok()?).ok()
 }
 
-fn mode(name: &str, table: &RedirectTable, is_prepared: bool, found: &mut Found<'_>) -> Mode {
-    found.or(&table.mode, (), |text| match text {
-        "stripe" => Ok(()),
-        "relay" => Err(format!(
-            "redirect {name}: this version has no redirects with mode \"relay\": remove mode, and \
-             run a tunnel on the peers"
+fn mode(
+    name: &str,
+    table: &RedirectTable,
+    relay_port: Option<u16>,
+    is_prepared: bool,
+    found: &mut Found<'_>,
+) -> Mode {
+    let relay = found.or(&table.mode, None, |text| match (text, relay_port) {
+        ("stripe", _) => Ok(None),
+        ("relay", Some(port)) => Ok(Some(Mode::RelayAt(port))),
+        ("relay", None) => Err(format!(
+            "redirect {name} is a relay: add relay_port, a port of the tunnels on all hosts"
         )),
-        other => Err(format!(
-            "unknown mode {other:?}: write \"stripe\", or remove mode"
+        (other, _) => Err(format!(
+            "unknown mode {other:?}: write \"stripe\" or \"relay\", or remove mode"
         )),
     });
-    found.or(&table.security, Mode::Stripe, |text| match text {
+    if relay.is_some() {
+        let keys = [
+            ("lanes", at(&table.lanes)),
+            ("window", at(&table.window)),
+            ("security", at(&table.security)),
+        ];
+        found.misplaced(name, "mode = \"stripe\"", &keys);
+    }
+    let striped = found.or(&table.security, Mode::Stripe, |text| match text {
         "tls" => Ok(Mode::Stripe),
         "ipsec" if is_prepared => Ok(Mode::StripeOverIpsec),
         "ipsec" => Err(format!(
@@ -505,7 +564,8 @@ fn mode(name: &str, table: &RedirectTable, is_prepared: bool, found: &mut Found<
         other => Err(format!(
             "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove security"
         )),
-    })
+    });
+    relay.unwrap_or(striped)
 }
 
 impl Plain {

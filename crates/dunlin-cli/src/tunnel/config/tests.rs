@@ -43,10 +43,11 @@ fn mistakes(text: &str) -> Vec<String> {
 #[test]
 fn a_good_file_is_parsed() {
     let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
-    assert_eq!(config.listen, Port::At("0.0.0.0:18300".parse().unwrap()));
+    let listen = Port::At("0.0.0.0:18300".parse().unwrap());
+    assert_eq!(config.listen, Some(listen));
     let passed = GOOD.replacen("0.0.0.0:18300", "systemd:peers", 1);
     let passed = Config::parse(Path::new("t.toml"), &passed).unwrap();
-    assert_eq!(passed.listen, Port::Passed("peers".to_owned()));
+    assert_eq!(passed.listen, Some(Port::Passed("peers".to_owned())));
     assert_eq!(config.drain, Duration::from_secs(5));
     assert_eq!(config.limits.channels, 16);
     assert_eq!(config.limits.peer_bytes, 64 << 20);

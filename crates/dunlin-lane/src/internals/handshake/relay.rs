@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dunlin_linux::ktls::Version;
+use dunlin_proto::client_hello::{Look, look};
 use rustls::client::UnbufferedClientConnection;
 use rustls::server::UnbufferedServerConnection;
 
@@ -34,6 +35,8 @@ pub struct Relayed {
     pub peer: PeerIdentity,
     /// The keys that seal and open the records, in this process or in the kernel.
     pub records: Records,
+    /// On the accepting side, the server name for which the client asked (SNI), if any.
+    pub asked_for: Option<String>,
 }
 
 /// Runs the handshake on a connection that this side opened.
@@ -80,6 +83,7 @@ fn finish<C: Unbuffered + Send + 'static>(
         at,
         peer,
         records,
+        asked_for: None,
     })
 }
 
@@ -87,6 +91,10 @@ fn finish<C: Unbuffered + Send + 'static>(
 pub struct Greeting {
     settings: Arc<ServerSettings>,
     connection: UnbufferedServerConnection,
+    /// The client's first records, until they contain its hello.
+    hello: Option<Vec<u8>>,
+    /// The server name in the hello.
+    asked_for: Option<String>,
     reading: Reading,
     /// Whole records that rustls has not processed.
     incoming: Vec<u8>,
@@ -103,6 +111,8 @@ impl Greeting {
         Ok(Self {
             connection: UnbufferedServerConnection::new(Arc::clone(&settings.config))?,
             settings,
+            hello: Some(Vec::new()),
+            asked_for: None,
             reading: Reading::default(),
             incoming: Vec::new(),
             outgoing: Vec::new(),
@@ -132,6 +142,7 @@ impl Greeting {
                     if !self.reading.next(stream)? {
                         return Ok(false);
                     }
+                    self.look_at_hello();
                     self.incoming.append(&mut self.reading.record);
                 }
                 Err(error) => {
@@ -142,6 +153,20 @@ impl Greeting {
                 }
             }
         }
+    }
+
+    /// Reads the server name as soon as the hello is complete. The type of rustls that reads records
+    /// from a caller's buffer does not report the name.
+    fn look_at_hello(&mut self) {
+        let Some(hello) = &mut self.hello else { return };
+        hello.extend_from_slice(&self.reading.record);
+        match look(hello) {
+            Ok(Look::Needs(_)) => return,
+            Ok(Look::Hello(hello)) => self.asked_for = hello.server_name,
+            // rustls reports the error.
+            Err(_) => {}
+        }
+        self.hello = None;
     }
 
     fn flush(&mut self, mut stream: &TcpStream) -> io::Result<()> {
@@ -171,6 +196,9 @@ impl Greeting {
     pub(crate) fn finish(self, stream: TcpStream, at: SocketAddr) -> Result<Relayed, RejectReason> {
         stream.set_nonblocking(false)?;
         let relayed = finish((stream, at), self.connection, &self.settings.side)?;
-        Ok(relayed)
+        Ok(Relayed {
+            asked_for: self.asked_for,
+            ..relayed
+        })
     }
 }

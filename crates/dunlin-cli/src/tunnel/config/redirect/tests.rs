@@ -78,6 +78,45 @@ fn one_port_is_a_range_and_lanes_may_use_ipsec() {
     assert_eq!(config.redirect_port, 9);
 }
 
+#[test]
+fn a_relay_has_a_port_of_its_own_and_a_rate() {
+    let with = |port: u16| {
+        let keys = format!("mode = \"relay\"\nrelay_port = {port}\nrate = \"1M\"");
+        let text = until(GOOD, 1).replacen("lanes = 8\nwindow = \"32M\"", &keys, 1);
+        Config::parse(Path::new("t.toml"), &text)
+    };
+    let config = with(18400).unwrap();
+    let pve = &config.redirects[1];
+    assert_eq!(
+        (pve.mode, pve.relay_port),
+        (Mode::RelayAt(18400), Some(18400))
+    );
+    // The ports of `listen`, of the listeners of three hosts, of the peers, and of the toolstacks.
+    for taken in [18300, 18301, 18303, 17300, 49160, 60000] {
+        assert!(with(taken).is_err(), "{taken}");
+    }
+}
+
+/// The host connects to its peers and accepts none.
+#[test]
+fn a_redirect_needs_no_listen() {
+    let text = until(GOOD, 1).replacen("listen = \"0.0.0.0:18300\"\n", "", 1);
+    let config = Config::parse(Path::new("t.toml"), &text).unwrap();
+    assert_eq!(config.listen, None);
+    let route = "[route.a]\nto = \"b.example:1\"\n";
+    Config::parse(Path::new("t.toml"), &format!("{text}{route}")).unwrap();
+    for (more, word) in [
+        ("[ipsec]\n", "[ipsec] needs listen"),
+        (
+            "[route.a]\ntarget = \"unix:/x\"\nallow = [\"b.example\"]\n",
+            "route a has a target",
+        ),
+    ] {
+        let found = mistakes(&format!("{text}{more}"));
+        assert!(found.len() == 1 && found[0].contains(word), "{found:#?}");
+    }
+}
+
 /// If the date were a mistake, a host that boots after it would have no rules at all.
 #[test]
 fn a_past_date_is_valid_and_is_over() {
@@ -125,7 +164,20 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("\"::1\"", "\"localhost\"", 14, "write an address"),
         ("= 17300", "= 0", 15, "1 to 65535"),
         ("lanes = 8", "lanes = 200", 16, "1 to 128"),
-        ("lanes = 8", "mode = \"relay\"", 16, "remove mode"),
+        ("lanes = 8", "mode = \"relay\"", 16, "add relay_port"),
+        (
+            "60000-60050",
+            "60000-60050\"\nrelay_port = 0 # \"",
+            12,
+            "1 to 65535",
+        ),
+        ("lanes = 8", "rate = \"1K\"", 16, "64K or more"),
+        (
+            "60000-60050\"",
+            "60000-60050\"\nmode = \"relay\"\nrelay_port = 18400",
+            18,
+            "lanes needs mode",
+        ),
         ("lanes = 8", "mode = \"rely\"", 16, "unknown mode"),
         ("lanes = 8", "security = \"ipsec\"", 16, "add [ipsec]"),
         ("lanes = 8", "security = \"plain\"", 16, "write \"tls\""),
