@@ -11,6 +11,7 @@ mod demo;
 mod display;
 mod explain;
 mod fault;
+mod file;
 mod handoff;
 mod identity;
 mod ipsec;

@@ -14,6 +14,7 @@ mod units;
 use std::fs;
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -519,39 +520,64 @@ fn an_error_names_what_the_host_lacks() {
         let done = finish(without_nft).expect(1);
         assert!(done.err.contains("package nftables"), "{done:?}");
     }
-    // An nft that fails as the real one does on such a host.
-    let program = net.scratch.join("nft");
-    fs::write(&program, "#!/bin/sh\necho \"$SAYS\" >&2\nexit 1\n").unwrap();
-    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
-    for (says, part) in [
-        (
-            "Error: Could not process rule: Operation not supported",
-            "nft_redir",
-        ),
-        (
-            "netlink: Error: cache initialization failed: Protocol not supported",
-            "CONFIG_NF_TABLES",
-        ),
-        ("Error: JSON support not compiled-in", "JSON"),
-        (
-            "Operation not permitted (you must be root)",
-            "CAP_NET_ADMIN",
-        ),
-        ("Error: syntax error", "nft failed"),
+    // An nft that fails for some of its arguments.
+    let script = "case \"$*\" in $FAILS) echo \"Error: $FAILS\" >&2; exit 1;; esac";
+    let program = fake_nft(&net, script);
+    for (fails, part) in [
+        ("*list*tables*", "CONFIG_NF_TABLES"),
+        ("-j*", "JSON"),
+        ("-f*", "nft_redir"),
     ] {
         let mut apply = net.redirect(&net.a, "apply");
-        let path = std::env::var("PATH").unwrap();
-        let directory = program.parent().unwrap().display();
-        apply
-            .env("PATH", format!("{directory}:{path}"))
-            .env("SAYS", says);
+        apply.env("PATH", &program).env("FAILS", fails);
         let done = finish(apply).expect(1);
+        let said = format!("Error: {fails}");
         assert!(
-            done.err.contains(part) && done.err.contains(says),
+            done.err.contains(part) && done.err.contains(&said),
             "{done:?}"
         );
     }
+    let mut without = Command::new("setpriv");
+    without.args(["--bounding-set", "-net_admin", "--inh-caps", "-net_admin"]);
+    without.arg(apply.get_program()).args(apply.get_args());
+    let done = finish(net.a.enter(&without)).expect(1);
+    assert!(done.err.contains("CAP_NET_ADMIN"), "{done:?}");
     assert_eq!(net.show(&net.a, 1)["state"], "missing");
+}
+
+/// A search path that begins with an nft which runs `script` before the real one.
+fn fake_nft(net: &Net, script: &str) -> String {
+    let program = net.scratch.join("nft");
+    let path = std::env::var("PATH").unwrap();
+    let text = format!("#!/bin/sh\nPATH='{path}:/usr/sbin'\n{script}\nexec nft \"$@\"\n");
+    fs::write(&program, text).unwrap();
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    format!("{}:{path}", program.parent().unwrap().display())
+}
+
+/// Another program changes the table right after it was loaded.
+///
+/// Claim H14 of docs/security.
+#[test]
+fn an_apply_checks_that_the_rules_in_force_are_its_own() {
+    let Some(net) = Net::new() else { return };
+    for change in ["insert rule inet dunlin input accept", "flush ruleset"] {
+        let path = fake_nft(
+            &net,
+            "if [ \"$*\" = '-f -' ]; then text=$(cat); printf '%s\\n' \"$text\" | nft -f - || exit; \
+             case \"$text\" in *dunlin_expected*) exit;; esac; nft $CHANGE; exit; fi",
+        );
+        let mut apply = net.redirect(&net.a, "apply");
+        apply.env("PATH", path).env("CHANGE", change);
+        finish(apply).expect(1);
+        assert_ne!(net.state(&net.a).unwrap()["state"], "applied", "{change}");
+        net.show(&net.a, 1);
+        // No copy of the table is left.
+        let tables = nft(&net.a, &["list", "tables"]).expect(0).out;
+        assert!(!tables.contains("dunlin_expected"), "{tables}");
+        net.apply(&net.a);
+        net.show(&net.a, 0);
+    }
 }
 
 #[test]

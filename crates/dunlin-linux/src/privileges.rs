@@ -26,6 +26,15 @@ pub enum Capability {
     Network = 12,
 }
 
+/// Whether the calling thread has a capability.
+///
+/// # Errors
+/// An error from capget(2).
+pub fn has(capability: Capability) -> io::Result<bool> {
+    let wanted = CapabilitySet::from_bits_retain(1 << capability as u32);
+    Ok(capabilities(None)?.effective.contains(wanted))
+}
+
 /// Disables privilege gain through execve(2) for this thread and its descendants: set-user-ID,
 /// set-group-ID and file capabilities have no effect (`PR_SET_NO_NEW_PRIVS`, Linux 3.5).
 ///
@@ -117,6 +126,9 @@ mod tests {
             keep_capabilities(&[Capability::OthersFiles, Capability::LowPorts]).unwrap();
             assert_eq!(effective(), before & named);
             keep_capabilities(&[Capability::LowPorts]).unwrap();
+            let had = before & 1 << Capability::LowPorts as u64 != 0;
+            assert_eq!(has(Capability::LowPorts).unwrap(), had);
+            assert!(!has(Capability::OthersFiles).unwrap());
             assert_eq!(effective(), before & 1 << Capability::LowPorts as u64);
             // A dropped capability does not return.
             keep_capabilities(&[Capability::OthersFiles]).unwrap();

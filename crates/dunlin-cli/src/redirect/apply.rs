@@ -2,19 +2,21 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Error, Result, bail};
+use anyhow::{Context, Error, Result, bail, ensure};
 use clap::Args;
 use dunlin_ipsec::sock_diag::TcpConnection;
+use dunlin_linux::accounts::user_id;
 
 use super::connections::{established, redirected, unprotected};
 use super::files::{self, RunPath};
 use super::nft;
 use super::peers::{Addressed, addressed};
-use super::rules::{Rules, rules};
+use super::rules::{Rules, TABLE, rules};
 use super::source::Source;
 use super::state::{State, Wanted};
 use super::table::Table;
 use crate::code::DONE;
+use crate::file::replace;
 use crate::log;
 use crate::state::StatePath;
 use crate::text::{chained, count};
@@ -79,40 +81,50 @@ impl Apply {
         if !self.force {
             refuse_unprotected(&redirects)?;
         }
+        check_users(&redirects, &read.user)?;
         let rules = rules(&redirects, &read.user);
-        nft::load(&rules.text)?;
-        self.record(Wanted::Digest(rules.digest.clone()))?;
+        self.load(&rules.text, Wanted::Digest(rules.digest.clone()))?;
         let saved = saved(&self.state)?;
         if let Some(directory) = saved.parent() {
             files::make(directory, 0o700)?;
         }
-        files::write(&saved, &rules.text, 0o600)?;
+        replace(&saved, &rules.text, 0o600)?;
         Ok(rules)
     }
 
-    /// Records the table in force as the expected one.
-    fn record(&self, wanted: Wanted) -> Result<()> {
+    /// Loads rules, and records what the table should be. Compares the one in force with it.
+    fn load(&self, text: &str, wanted: Wanted) -> Result<()> {
+        let expected = Table::expected(text)?.record();
+        nft::load(text)?;
+        self.run.write_record(&expected)?;
         let table = Table::live()?;
-        let record = table.as_ref().map(Table::record);
-        if let Some(record) = &record {
-            self.run.write_record(record)?;
+        self.run
+            .write_state(&State::of(table.as_ref(), Some(&expected), &wanted))?;
+        let live = table.as_ref().map(Table::record);
+        let difference = match &live {
+            Some(live) => expected.difference(live),
+            None => Some("the table is missing".to_owned()),
+        };
+        if let Some(difference) = difference {
+            bail!(
+                "the rules in force are not the ones that were loaded (at fault: this side): \
+                 {difference}; another program changed them, find it with `nft monitor`"
+            );
         }
-        let state = State::of(table.as_ref(), record.as_ref(), &wanted);
-        self.run.write_state(&state)
+        Ok(())
     }
 
     /// After a failure without rules in force (the host has booted), installs the rules of the last
     /// successful `apply`: without them, the toolstack's connections would leave in the clear.
     fn restore(&self, error: Error) -> Error {
         let restored = || -> Result<bool> {
-            if nft::list()?.is_some() {
+            if nft::list(TABLE)?.is_some() {
                 return Ok(false);
             }
             let Some(text) = files::read(&saved(&self.state)?)? else {
                 return Ok(false);
             };
-            nft::load(&text)?;
-            self.record(Wanted::Invalid(chained(&error)))?;
+            self.load(&text, Wanted::Invalid(chained(&error)))?;
             Ok(true)
         };
         match restored() {
@@ -120,6 +132,21 @@ impl Apply {
             Ok(false) | Err(_) => error,
         }
     }
+}
+
+/// Checks that the users exist: nft would reject the rules.
+fn check_users(redirects: &[Addressed], owner: &str) -> Result<()> {
+    let of = |to: &Addressed| to.redirect.users.clone();
+    let users = redirects.iter().flat_map(of).chain([owner.to_owned()]);
+    for user in users.filter(|user| user.parse::<u32>().is_err()) {
+        let found = user_id(&user).with_context(|| format!("cannot look up user {user}"))?;
+        ensure!(
+            found.is_some(),
+            "user {user} does not exist on this host (at fault: configuration): install the \
+             toolstack first, or remove the user from users or redirect_user"
+        );
+    }
+    Ok(())
 }
 
 /// A warning about permission for plain connections that has ended.

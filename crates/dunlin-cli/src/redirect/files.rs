@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use super::state::State;
 use super::table::Record;
+use crate::file::replace;
 use crate::line::plain;
 
 /// Location of the results for other processes.
@@ -54,7 +55,7 @@ impl RunPath {
         // The tunnel's user reads the files.
         make(&self.run_dir, 0o755)?;
         let json = plain(serde_json::to_string(value)?);
-        write(&self.run_dir.join(name), &json, 0o644)
+        replace(&self.run_dir.join(name), &json, 0o644)
     }
 }
 
@@ -75,15 +76,6 @@ pub(super) fn make(path: &Path, mode: u32) -> Result<()> {
     fs::create_dir_all(path)
         .and_then(|()| fs::set_permissions(path, Permissions::from_mode(mode)))
         .with_context(|| format!("cannot create {}", path.display()))
-}
-
-/// Replaces a file in one step, so that a reader sees either text.
-pub(super) fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
-    let fresh = path.with_extension("new");
-    fs::write(&fresh, text)
-        .and_then(|()| fs::set_permissions(&fresh, Permissions::from_mode(mode)))
-        .and_then(|()| fs::rename(&fresh, path))
-        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Deletes a file, if it exists.

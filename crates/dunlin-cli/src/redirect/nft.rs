@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, anyhow};
+use dunlin_linux::privileges::{Capability, has};
 use serde_json::Value;
 
 use super::rules::TABLE;
@@ -23,30 +24,51 @@ pub(super) fn load(text: &str) -> Result<()> {
 
 /// Deletes the table; returns whether there was one.
 pub(super) fn delete() -> Result<bool> {
-    if list()?.is_none() {
+    if list(TABLE)?.is_none() {
         return Ok(false);
     }
     load(&format!("table {TABLE}\ndelete table {TABLE}\n"))?;
     Ok(true)
 }
 
-/// The table in nft's JSON; `None` if there is none.
-pub(super) fn list() -> Result<Option<Value>> {
-    let arguments = ["-j", "list", "table", "inet", "dunlin"];
+/// A table, by family and name, in nft's JSON; `None` if there is none.
+pub(super) fn list(table: &str) -> Result<Option<Value>> {
+    if !exists(table)? {
+        return Ok(None);
+    }
+    let mut arguments = vec!["-j", "list", "table"];
+    arguments.extend(table.split(' '));
     match run(&arguments, "")? {
-        Ok(out) => serde_json::from_str(&out)
-            .map(Some)
-            .context("nft printed no JSON (at fault: this side): update the package nftables"),
-        Err(said) if said.contains("No such file or directory") => Ok(None),
+        Ok(out) => parse(&out).map(Some),
+        // It was deleted in the meantime.
+        Err(_) if !exists(table)? => Ok(None),
         Err(said) => Err(explained(&said)),
     }
+}
+
+fn exists(table: &str) -> Result<bool> {
+    let out = run(&["-j", "list", "tables"], "")?.map_err(|said| explained(&said))?;
+    let listed = parse(&out)?;
+    let tables = listed["nftables"].as_array().into_iter().flatten();
+    let mut names = tables.map(|one| (&one["table"]["family"], &one["table"]["name"]));
+    let wanted = table.split_once(' ').unwrap_or_default();
+    Ok(names.any(|(family, name)| *family == wanted.0 && *name == wanted.1))
+}
+
+fn parse(out: &str) -> Result<Value> {
+    // nft 1.0 prints nothing if there are no tables.
+    if out.trim().is_empty() {
+        return Ok(Value::Null);
+    }
+    let parsed = serde_json::from_str(out);
+    parsed.context("nft printed no JSON (at fault: this side): update the package nftables")
 }
 
 /// Runs nft with an input; returns its output, or its messages if it failed.
 fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
     let mut child = Command::new(program()?)
         .args(arguments)
-        // Messages are compared, and times are printed in the local time zone.
+        // nft prints times in the local time zone.
         .env("LC_ALL", "C")
         .env("TZ", "UTC")
         .stdin(Stdio::piped())
@@ -81,24 +103,20 @@ fn program() -> Result<PathBuf> {
         })
 }
 
-/// nft's messages with the cause and the remedy.
+/// nft's messages with the cause and the remedy. What works tells the causes apart: nft has one exit
+/// code for almost all of them, and its messages differ between versions.
 fn explained(said: &str) -> anyhow::Error {
-    let has = |part: &str| said.contains(part);
-    let advice = if has("not permitted") {
+    let works = |words: &[&str]| run(words, "").is_ok_and(|done| done.is_ok());
+    let advice = if !has(Capability::Network).unwrap_or(true) {
         "nft needs root or CAP_NET_ADMIN (at fault: this side)"
-    } else if has("JSON support") {
-        "this nft has no JSON (at fault: this side): install one with JSON support"
-    } else if has("User does not exist") {
-        "a user in users does not exist on this host (at fault: configuration): install the \
-         toolstack first, or remove the user"
-    } else if has("cache initialization failed") || has("Netlink socket") {
+    } else if !works(&["list", "tables"]) {
         "the kernel has no nf_tables (at fault: kernel): load the module nf_tables, or use a \
          kernel with CONFIG_NF_TABLES and CONFIG_NF_TABLES_INET"
-    } else if has("Could not process rule") {
-        "the kernel rejected the rules (at fault: kernel): they need Linux 5.4 and the modules \
-         nft_chain_nat, nft_redir, nft_fib_inet and nft_reject_inet"
+    } else if !works(&["-j", "list", "tables"]) {
+        "this nft has no JSON (at fault: this side): install one with JSON support"
     } else {
-        "nft failed (at fault: this side)"
+        "nft or the kernel rejected the rules (at fault: kernel): they need Linux 5.4 and the \
+         modules nft_chain_nat, nft_redir, nft_fib_inet and nft_reject_inet"
     };
     // The first message and its rule. Further messages repeat the first one for other rules.
     let first: Vec<&str> = said.trim().lines().take(2).collect();

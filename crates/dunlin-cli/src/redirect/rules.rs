@@ -25,6 +25,18 @@ use crate::tunnel::Redirect;
 
 /// The family and the name of the table.
 pub(super) const TABLE: &str = "inet dunlin";
+/// The family and the name of a copy for comparisons.
+pub(super) const COPY: &str = "inet dunlin_expected";
+/// The chains: name, type, hook and priority. That of `nat_output` is the priority of destination
+/// NAT, whose name nft 1.0.6 accepts only in other hooks.
+pub(super) const CHAINS: [(&str, &str, &str, i32); 4] = [
+    ("nat_output", "nat", "output", -100),
+    ("output", "filter", "output", 0),
+    ("forward", "filter", "forward", 0),
+    ("input", "filter", "input", 0),
+];
+/// How the line of a chain's hook begins.
+const BASE: &str = "\t\ttype ";
 /// How the comment with the digest begins.
 pub(super) const MARK: &str = "dunlin redirect ";
 
@@ -54,6 +66,14 @@ pub(super) fn rules(redirects: &[Addressed], owner: &str) -> Rules {
     Rules { text, digest }
 }
 
+/// The transaction that makes a copy of these rules. The copy filters no packet, because its chains have
+/// no hooks. (nft 1.0.6 lists a table with the flag *dormant* as invalid JSON.)
+pub(super) fn copied(text: &str) -> String {
+    let text = text.replace(&format!("table {TABLE}"), &format!("table {COPY}"));
+    let lines = text.split_inclusive('\n');
+    lines.filter(|line| !line.starts_with(BASE)).collect()
+}
+
 /// The chains. The comment of the first rule of `input` contains the digest too, because nft's JSON
 /// does not contain comments of tables.
 fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
@@ -75,21 +95,18 @@ fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
     let from_wire = all(&from_wire);
     let mark = format!("\t\tiif \"lo\" accept comment \"{MARK}{digest}\"\n");
     let mut text = String::new();
-    for (name, hook, first, rules) in [
-        // The priority of destination NAT. nft 1.0.6 accepts its name only in other hooks.
-        (
-            "nat_output",
-            "nat hook output priority -100",
-            LOCAL,
-            &redirect,
-        ),
-        ("output", "filter hook output priority 0", &local, &reject),
-        ("forward", "filter hook forward priority 0", "", &reject),
-        ("input", "filter hook input priority 0", &mark, &from_wire),
-    ] {
+    let rules: [(&str, &str); 4] = [
+        (LOCAL, &redirect),
+        (&local, &reject),
+        ("", &reject),
+        (&mark, &from_wire),
+    ];
+    for ((name, kind, hook, priority), (first, rules)) in CHAINS.into_iter().zip(rules) {
         let _ = write!(
             text,
-            "\n\tchain {name} {{\n\t\ttype {hook}; policy accept;\n{first}{rules}\t}}\n"
+            "\n\tchain {name} {{\n\
+             {BASE}{kind} hook {hook} priority {priority}; policy accept;\n\
+             {first}{rules}\t}}\n"
         );
     }
     text

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::nft;
-use super::rules::MARK;
+use super::rules::{CHAINS, COPY, MARK, TABLE, copied};
 
 /// The table in force.
 #[derive(Clone, Debug)]
@@ -43,7 +43,17 @@ pub(super) struct Counters {
 impl Table {
     /// The table in force; `None` if there is none.
     pub(super) fn live() -> Result<Option<Self>> {
-        Ok(nft::list()?.map(|json| Self::of(&json)))
+        Ok(nft::list(TABLE)?.map(|json| Self::of(&json)))
+    }
+
+    /// The table that rules become, as nft lists it: from a copy that filters no packet.
+    pub(super) fn expected(text: &str) -> Result<Self> {
+        nft::load(&copied(text))?;
+        let copy = nft::list(COPY);
+        nft::load(&format!("table {COPY}\ndelete table {COPY}\n"))?;
+        let mut copy = copy?.unwrap_or_default();
+        complete(&mut copy);
+        Ok(Self::of(&copy))
     }
 
     fn of(json: &Value) -> Self {
@@ -152,6 +162,28 @@ fn named(object: &Value) -> String {
     match object["chain"]["name"].as_str() {
         Some(chain) => format!("chain {chain}"),
         None => "the table's description".to_owned(),
+    }
+}
+
+/// Gives a copy's objects the name of the table in force, and its chains their hooks.
+fn complete(copy: &mut Value) {
+    let (_, table) = TABLE.split_once(' ').unwrap_or_default();
+    for object in copy["nftables"].as_array_mut().into_iter().flatten() {
+        for (kind, key) in [("table", "name"), ("chain", "table"), ("rule", "table")] {
+            if let Some(name) = object.get_mut(kind).and_then(|one| one.get_mut(key)) {
+                *name = table.into();
+            }
+        }
+        let chain = object.get_mut("chain");
+        let named = |chain: &Value| CHAINS.into_iter().find(|one| chain["name"] == one.0);
+        if let Some(chain) = chain
+            && let Some((_, kind, hook, priority)) = named(chain)
+        {
+            chain["type"] = kind.into();
+            chain["hook"] = hook.into();
+            chain["prio"] = priority.into();
+            chain["policy"] = "accept".into();
+        }
     }
 }
 

@@ -1,0 +1,28 @@
+//! Files that other processes read while this one replaces them.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// Replaces a file in one step, so that a reader sees either text, and creates its directory if
+/// necessary. A link stays a link. An existing file keeps its owner and mode; a new one gets `mode`.
+pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
+    let what = || format!("cannot write {}", path.display());
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).with_context(what)?;
+    }
+    let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let fresh = path.with_extension("new");
+    fs::write(&fresh, text)
+        .and_then(|()| match fs::metadata(path) {
+            Ok(before) => {
+                chown(&fresh, Some(before.uid()), Some(before.gid()))?;
+                fs::set_permissions(&fresh, before.permissions())
+            }
+            Err(_) => fs::set_permissions(&fresh, Permissions::from_mode(mode)),
+        })
+        .and_then(|()| fs::rename(&fresh, path))
+        .with_context(what)
+}
