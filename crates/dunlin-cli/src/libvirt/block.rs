@@ -6,6 +6,8 @@ const BEGIN: &str = "# Written by `dunlin libvirt enable`; `dunlin libvirt disab
 const END: &str = "# End of what `dunlin libvirt enable` wrote.";
 /// The first line of a configuration that `enable` created.
 const CREATED: &str = "# Created by `dunlin libvirt enable`.";
+/// The keys of such a configuration.
+const OURS: [&str; 2] = ["listen", "identity"];
 
 /// A new configuration without routes.
 pub(super) fn created(identity: &str, listen: &str) -> String {
@@ -49,9 +51,10 @@ pub(super) fn is_in(text: &str) -> bool {
     text.contains(BEGIN)
 }
 
-/// Whether `enable` created the configuration and it has no tables of its own.
+/// Whether `enable` created the configuration, and no key was added to it.
 pub(super) fn is_only_ours(text: &str) -> bool {
-    text.starts_with(CREATED) && !text.lines().any(|line| line.trim_start().starts_with('['))
+    let is_ours = |table: toml::Table| table.keys().all(|key| OURS.contains(&&**key));
+    text.starts_with(CREATED) && text.parse().is_ok_and(is_ours)
 }
 
 #[cfg(test)]
@@ -84,5 +87,16 @@ mod tests {
         let with = insert(&text, "[redirect.libvirt]\n").unwrap();
         assert!(!is_only_ours(&with));
         assert!(is_only_ours(&remove(&with).unwrap()));
+        for added in [
+            "[route.ram]\nto = \"b:1\"\n",
+            "route.ram.to = \"b:1\"\n",
+            "route = { ram = { to = \"b:1\" } }\n",
+            "  [ route . ram ]\n",
+            "drain = \"5s\"\n",
+            "a mistake\n",
+        ] {
+            let with = insert(&format!("{text}{added}"), "[redirect.libvirt]\n").unwrap();
+            assert!(!is_only_ours(&remove(&with).unwrap()), "{added}");
+        }
     }
 }
