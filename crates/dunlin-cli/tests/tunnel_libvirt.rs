@@ -17,7 +17,7 @@ use std::process::Command;
 use dunlin_rig::hosts::Family;
 use dunlin_rig::libvirt::{PORTS, QEMU_USER, Side, TIMEOUT, Vm};
 use dunlin_rig::need;
-use libvirt::{Scene, TUNNEL_PORT, assert_no_clear, soak};
+use libvirt::{Scene, TUNNEL_PORT, soak};
 use support::finish;
 
 #[test]
@@ -101,8 +101,7 @@ fn a_peer_without_a_tunnel_gets_nothing_and_sends_nothing() {
     };
     let vm = Vm::new("web");
     let peer = scene.address(Side::B, Family::V4);
-    scene.configure(Side::A, &peer, "");
-    scene.begin_dunlin(Side::A);
+    scene.enable(Side::A, &peer, "");
     scene.pair.create(Side::A, &vm).unwrap();
     scene.fails(Side::A, &vm, "");
     scene.fails(Side::A, &vm, "--parallel --parallel-connections 2");
@@ -205,14 +204,8 @@ fn two_machines_at_once_and_a_cancelled_migration() {
         "--bandwidth 2",
         "--bandwidth 2 --parallel --parallel-connections 2",
     ] {
-        let wire = scene.count(&[&web]);
-        let running = scene.begin(Side::A, &web, flags);
-        scene.wait_sent(Side::A, &web);
-        scene.pair.must(Side::A, "domjobabort web").unwrap();
-        let ended = running.wait(TIMEOUT).unwrap();
-        assert_eq!(ended.code, Some(1), "{}", ended.said);
-        assert_no_clear(&wire.stop().unwrap());
-        scene.runs_on(Side::A, &web);
+        let abort = || drop(scene.pair.must(Side::A, "domjobabort web").unwrap());
+        scene.interrupted(Side::A, &web, flags, abort);
     }
     scene.moves(Side::A, &[&web, &db], "");
 }

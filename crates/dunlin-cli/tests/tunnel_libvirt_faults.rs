@@ -9,12 +9,12 @@ mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dunlin_rig::hosts::Family;
 use dunlin_rig::libvirt::{PORTS, Side, TIMEOUT, Vm};
 use dunlin_rig::need;
-use libvirt::{Scene, assert_no_clear, soak};
+use libvirt::{Scene, soak};
 
 /// Longer than a tunnel waits for a silent peer (10 s).
 const SILENCE: Duration = Duration::from_secs(20);
@@ -36,19 +36,9 @@ fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     // Over one connection: a reset during a parallel migration sometimes crashes QEMU 10.0
     // (util/yank.c), also without a tunnel.
     for (side, signal) in [(Side::A, "KILL"), (Side::B, "KILL"), (Side::B, "STOP")] {
-        let wire = scene.count(&[&vm]);
-        let running = scene.begin(Side::A, &vm, SLOW);
-        scene.wait_sent(Side::A, &vm);
         let tunnel = scene.tunnels[side as usize].as_ref().unwrap();
-        tunnel.signal(signal);
-        let signalled = Instant::now();
-        let ended = running.wait(TIMEOUT).unwrap();
-        let took = signalled.elapsed();
-        println!("{side:?} {signal}: {took:?}, {}", ended.said.trim());
-        assert_eq!(ended.code, Some(1), "{}", ended.said);
-        assert!(took < SILENCE, "{took:?}");
-        assert_no_clear(&wire.stop().unwrap());
-        scene.runs_on(Side::A, &vm);
+        let took = scene.interrupted(Side::A, &vm, SLOW, || tunnel.signal(signal));
+        assert!(took < SILENCE, "{side:?} {signal}: {took:?}");
         scene.stop(side);
         scene.start(side);
         scene.moves(Side::A, &[&vm], "");
@@ -70,8 +60,7 @@ fn peers_are_addresses_of_both_families_and_names() {
     scene.pair.create(Side::A, &vm).unwrap();
     for side in [Side::A, Side::B] {
         let peer = scene.address(side.other(), Family::V6);
-        scene.configure(side, &peer, "");
-        scene.begin_dunlin(side);
+        scene.enable(side, &peer, "");
     }
     let mut from = Side::A;
     for more in ["", "", "--parallel --parallel-connections 2"] {
@@ -81,8 +70,7 @@ fn peers_are_addresses_of_both_families_and_names() {
     }
     for side in [Side::A, Side::B] {
         scene.stop(side);
-        scene.configure(side, side.other().name(), "");
-        scene.begin_dunlin(side);
+        scene.enable(side, side.other().name(), "");
     }
     // Three migrations have left the machine on B.
     scene.moves(Side::B, &[&vm], "");
@@ -106,8 +94,7 @@ fn a_target_that_listens_at_one_address_needs_local() {
     scene.fails(Side::A, &vm, &flags);
     scene.stop(Side::B);
     let peer = scene.address(Side::A, Family::V4);
-    scene.configure(Side::B, &peer, &format!("local = [{address:?}]\n"));
-    scene.begin_dunlin(Side::B);
+    scene.enable(Side::B, &peer, &format!("local = [{address:?}]\n"));
     scene.moves(Side::A, &[&vm], &flags);
 }
 
@@ -126,8 +113,7 @@ fn a_peer_of_plain_from_is_admitted_in_the_clear() {
     let plain = scene.address(Side::A, Family::V4);
     let until = (time::OffsetDateTime::now_utc() + time::Duration::days(2)).date();
     let more = format!("plain_from = [{plain:?}]\nplain_until = \"{until}\"\n");
-    scene.configure(Side::B, "10.77.255.1", &more);
-    scene.begin_dunlin(Side::B);
+    scene.enable(Side::B, "10.77.255.1", &more);
     let wire = scene.count(&[&vm]);
     let ended = scene.begin(Side::A, &vm, "").wait(TIMEOUT).unwrap();
     assert!(ended.is_ok(), "{}", ended.said);

@@ -49,12 +49,19 @@ impl Scene {
         let mut scene = Self::bare()?;
         for side in [Side::A, Side::B] {
             let peer = scene.address(side.other(), Family::V4);
-            scene.configure(side, &peer, "");
-            scene.begin_dunlin(side);
+            scene.enable(side, &peer, "");
         }
         Some(scene)
     }
 
+    /// Writes the configuration of a host for libvirt, starts its tunnel, and applies the rules. `peer`
+    /// is an address or the name of the other host, and `more` further keys of the redirect.
+    pub fn enable(&mut self, side: Side, peer: &str, more: &str) {
+        self.configure(side, peer, more);
+        self.begin_dunlin(side);
+    }
+
+    /// Starts the tunnel of a host, and applies the rules.
     pub fn begin_dunlin(&mut self, side: Side) {
         self.start(side);
         self.redirect(side, "apply").expect(0);
@@ -70,9 +77,8 @@ impl Scene {
         self.pair.link.address(host, family).to_string()
     }
 
-    /// Writes the configuration of a host for libvirt. `peer` is an address or the name of the other
-    /// host, and `more` further keys of the redirect.
-    pub fn configure(&self, side: Side, peer: &str, more: &str) {
+    /// Writes the configuration of a host, as [`Self::enable`] does.
+    fn configure(&self, side: Side, peer: &str, more: &str) {
         let redirect = format!(
             "[redirect.libvirt]\nports = \"{}-{}\"\nusers = [\"root\", \"libvirt-qemu\"]\n\
              peers = {{ {peer:?} = {:?} }}\n{more}",
@@ -234,8 +240,26 @@ impl Scene {
         traffic.tried
     }
 
+    /// Begins a migration, and lets `end` end it when it has sent some memory. Expects that it fails,
+    /// that none of the memory was sent in the clear, and that the machine runs on. Returns how long
+    /// it took to fail.
+    pub fn interrupted(&self, from: Side, vm: &Vm, flags: &str, end: impl FnOnce()) -> Duration {
+        let wire = self.count(&[vm]);
+        let running = self.begin(from, vm, flags);
+        self.wait_sent(from, vm);
+        end();
+        let since = Instant::now();
+        let ended = running.wait(TIMEOUT).unwrap();
+        let took = since.elapsed();
+        println!("{flags}: {took:?}, {}", ended.said.trim());
+        assert_eq!(ended.code, Some(1), "{}", ended.said);
+        assert_no_clear(&wire.stop().unwrap());
+        self.runs_on(from, vm);
+        took
+    }
+
     /// Waits until some of a machine's memory was sent.
-    pub fn wait_sent(&self, side: Side, vm: &Vm) {
+    fn wait_sent(&self, side: Side, vm: &Vm) {
         let deadline = Instant::now() + TIMEOUT;
         let job = format!("domjobinfo --rawstats {}", vm.name);
         loop {
