@@ -6,10 +6,11 @@ use std::io::ErrorKind;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use super::enable::{SYSCTL, record, write_file};
+use super::config_file::write_file;
+use super::enable::{SYSCTL, record};
 use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
-use super::{block, reserved};
+use super::{block, reserved, sockets};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::tunnel::Config;
@@ -38,6 +39,9 @@ impl Disable {
              remove the rules with `dunlin redirect remove`",
             config.display()
         );
+        if sockets::is_in(&text) {
+            return sockets::disable(config, &text);
+        }
         // A file with a mistake is not changed: it may have other redirects.
         let parsed = Config::parse(config, &text)?;
         let has_others = parsed.redirects.iter().any(|one| one.name != NAME);

@@ -2,18 +2,19 @@
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::os::unix::fs::{MetadataExt, chown};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use dunlin_ipsec::PortRange;
 use serde_json::Value;
 
+use super::config_file::{before, restore, write_file};
 use super::host::{self, NamedPeer};
 use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::qemu_conf::QemuConf;
 use super::record::Record;
+use super::sockets::Setup;
 use super::{block, reserved};
 use crate::code::DONE;
 use crate::state::StatePath;
@@ -59,6 +60,10 @@ pub(crate) struct Enable {
     /// libvirt's configuration of QEMU.
     #[arg(long, value_name = "FILE", default_value = "/etc/libvirt/qemu.conf")]
     qemu_conf: PathBuf,
+    /// Use unix sockets, one for each VM, instead of a redirect, which needs nftables in the kernel.
+    /// `dunlin libvirt migrate` then migrates a VM.
+    #[arg(long, conflicts_with_all = ["ports", "users", "local", "plain_from"])]
+    sockets: bool,
     /// Show what would be done, and change nothing.
     #[arg(long)]
     dry_run: bool,
@@ -85,6 +90,9 @@ type Plain = (Vec<IpAddr>, String);
 
 impl Enable {
     pub(crate) fn run(&self) -> Result<i32> {
+        if self.sockets {
+            return self.setup().run();
+        }
         let plan = self.plan()?;
         plan.show();
         if self.dry_run {
@@ -130,6 +138,17 @@ impl Enable {
         let host = plan.peers.first().map_or("HOST", |one| one.host.as_str());
         println!("\nNow as ever: virsh migrate --live VM qemu+ssh://{host}/system");
         Ok(DONE)
+    }
+
+    fn setup(&self) -> Setup<'_> {
+        Setup {
+            peers: &self.peers,
+            identity: self.identity.as_deref(),
+            listen: &self.listen,
+            qemu_conf: &self.qemu_conf,
+            config: &self.config.config,
+            dry_run: self.dry_run,
+        }
     }
 
     fn plan(&self) -> Result<Plan> {
@@ -201,7 +220,7 @@ impl Enable {
             return Ok((Vec::new(), None));
         };
         let parsed = Config::parse(config, &text)?;
-        if let Port::At(listen) = &parsed.listen
+        if let Some(Port::At(listen)) = &parsed.listen
             && listen.port() != PEER_PORT
         {
             println!(
@@ -375,46 +394,6 @@ impl Plan {
 /// The file of the record.
 pub(super) fn record(state: &StatePath) -> Result<PathBuf> {
     Ok(state.directory()?.join("libvirt.json"))
-}
-
-/// The text of a configuration; `None` if the file does not exist.
-fn before(config: &Path) -> Result<Option<String>> {
-    match fs::read_to_string(config) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        other => other
-            .map(Some)
-            .with_context(|| format!("cannot read {}", config.display())),
-    }
-}
-
-/// Replaces the configuration in one step.
-pub(super) fn write_file(config: &Path, text: &str) -> Result<()> {
-    let what = || format!("cannot write {}", config.display());
-    if let Some(directory) = config.parent() {
-        fs::create_dir_all(directory).with_context(what)?;
-    }
-    // A link stays a link.
-    let config = &fs::canonicalize(config).unwrap_or_else(|_| config.to_owned());
-    let fresh = config.with_extension("new");
-    fs::write(&fresh, text)
-        .and_then(|()| match fs::metadata(config) {
-            Ok(before) => {
-                chown(&fresh, Some(before.uid()), Some(before.gid()))?;
-                fs::set_permissions(&fresh, before.permissions())
-            }
-            Err(_) => Ok(()),
-        })
-        .and_then(|()| fs::rename(&fresh, config))
-        .with_context(what)
-}
-
-fn restore(config: &Path, before: Option<&str>) -> Result<()> {
-    match before {
-        Some(text) => write_file(config, text),
-        None => {
-            fs::remove_file(config).with_context(|| format!("cannot remove {}", config.display()))
-        }
-    }
 }
 
 /// Enables and starts the units, and lets a running tunnel read the configuration.

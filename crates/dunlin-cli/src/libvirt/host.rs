@@ -18,7 +18,7 @@ const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
 /// The users of QEMU in Debian and in Fedora.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 /// The group of the services (dist/systemd/dunlin-sysusers.conf).
-const GROUP: &str = "dunlin";
+pub(super) const GROUP: &str = "dunlin";
 /// Programs that may listen on a toolstack's ports: QEMU during a migration, and libvirt.
 const TOOLSTACK: [&str; 3] = ["qemu", "libvirtd", "virtqemud"];
 

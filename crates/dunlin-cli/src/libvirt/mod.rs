@@ -6,15 +6,21 @@
 //!          ─▶ test of the path                                     ▲
 //!  disable: units ─▶ rules ─▶ configuration ─▶ reserved ports      └ restored if the rules fail
 //! ```
+//!
+//! Or, without the packet filter, over unix sockets (`sockets`), which `migrate` opens for each
+//! migration.
 
 mod block;
+mod config_file;
 mod disable;
 mod enable;
 mod host;
+mod migrate;
 mod programs;
 mod qemu_conf;
 mod record;
 mod reserved;
+mod sockets;
 mod status;
 
 use anyhow::Result;
@@ -24,6 +30,8 @@ use clap::Subcommand;
 pub(crate) enum Command {
     /// Let this host's migrations to and from its peers go through a tunnel.
     Enable(enable::Enable),
+    /// Migrate a VM over the unix sockets of `enable --sockets`.
+    Migrate(migrate::Migrate),
     /// Undo `enable`: migrations are in the clear again.
     Disable(disable::Disable),
     /// Show the rules, the tunnel and the peers of `enable`.
@@ -33,6 +41,7 @@ pub(crate) enum Command {
 pub(crate) fn run(command: &Command) -> Result<i32> {
     match command {
         Command::Enable(enable) => enable.run(),
+        Command::Migrate(migrate) => migrate.run(),
         Command::Disable(disable) => disable.run(),
         Command::Status(status) => status.run(),
     }

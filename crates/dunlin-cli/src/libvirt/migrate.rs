@@ -1,0 +1,151 @@
+//! `dunlin libvirt migrate`: one migration over unix sockets, which `enable --sockets` has prepared.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::Args;
+use dunlin_linux::signals::{EndSignals, unblock_in};
+use dunlin_tunnel::Parameter;
+
+use super::programs::{ConfigPath, dunlin};
+use super::sockets::{DIRECTORY, leaving};
+use crate::code::{DONE, FAILED};
+use crate::text::clean;
+use crate::tunnel::Config;
+
+#[derive(Debug, Args)]
+pub(crate) struct Migrate {
+    #[command(flatten)]
+    config: ConfigPath,
+    /// The other host's libvirt [default: qemu+ssh://HOST/system].
+    #[arg(long, value_name = "URI")]
+    to: Option<String>,
+    /// The VM's name, ID or UUID.
+    vm: String,
+    /// The other host, a --peer of `enable --sockets`.
+    host: String,
+    /// More flags of `virsh migrate`, such as --postcopy.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    flags: Vec<String>,
+}
+
+/// The sockets of one migration. They close when their connections have ended; dropping this closes
+/// those that had none.
+struct Listeners<'a> {
+    config: &'a Path,
+    paths: Vec<PathBuf>,
+}
+
+impl Migrate {
+    pub(crate) fn run(&self) -> Result<i32> {
+        // virsh cancels the migration after an interrupt. This process then closes the sockets.
+        let _ends = EndSignals::block()?;
+        let has = |start: &str| self.flags.iter().any(|flag| flag.starts_with(start));
+        let has_disks = has("--copy-storage");
+        ensure!(
+            !(has_disks && self.flags.iter().any(|flag| flag == "--tls")),
+            "libvirt copies disks over unix sockets only without --tls: remove --tls, the tunnel \
+             encrypts the memory and the disks"
+        );
+        let route = self.route()?;
+        let uuid = self.uuid()?;
+        let mut listeners = Listeners {
+            config: &self.config.config,
+            paths: Vec::new(),
+        };
+        let mut words = vec!["migrate".to_owned(), "--live".to_owned()];
+        let kinds = [("ram", "--migrateuri"), ("disk", "--disks-uri")];
+        for (kind, flag) in &kinds[..1 + usize::from(has_disks)] {
+            let path = listeners.open(&route, &format!("{uuid}.{kind}"))?;
+            words.extend([(*flag).to_owned(), format!("unix://{path}")]);
+        }
+        if has("--tls") && !has("--tls-destination") {
+            words.extend(["--tls-destination".to_owned(), self.host.clone()]);
+        }
+        words.extend(self.flags.iter().cloned());
+        let usual = || format!("qemu+ssh://{}/system", self.host);
+        words.extend([self.vm.clone(), self.to.clone().unwrap_or_else(usual)]);
+        let mut virsh = Command::new("virsh");
+        virsh.args(&words);
+        unblock_in(&mut virsh);
+        let status = virsh.status().context(NO_VIRSH)?;
+        if status.success() {
+            return Ok(DONE);
+        }
+        eprintln!(
+            "the reason may be in the log of the tunnel (journalctl -u dunlin-tunnel) on either \
+             host"
+        );
+        Ok(FAILED)
+    }
+
+    /// The name of the route to the other host.
+    fn route(&self) -> Result<String> {
+        let file = &self.config.config;
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("cannot read the configuration {}", file.display()))?;
+        let routes = Config::parse(file, &text)?.routes;
+        let mut all = leaving(&routes);
+        let route = all.find(|(host, _)| *host == self.host);
+        let route = route.map(|(_, entrance)| entrance.route.clone());
+        route.ok_or_else(|| {
+            let hosts: Vec<_> = leaving(&routes).map(|(host, _)| clean(host)).collect();
+            anyhow!(
+                "{} has no route to {}: run `dunlin libvirt enable --sockets --peer {}`, or give \
+                 one of: {}",
+                file.display(),
+                self.host,
+                self.host,
+                hosts.join(", ")
+            )
+        })
+    }
+
+    /// The VM's UUID: a name may contain characters that a parameter may not.
+    fn uuid(&self) -> Result<String> {
+        let mut virsh = Command::new("virsh");
+        virsh.args(["domuuid", &self.vm]).stderr(Stdio::inherit());
+        let found = virsh.output().context(NO_VIRSH)?;
+        ensure!(
+            found.status.success(),
+            "this host's libvirt has no VM {}",
+            clean(&self.vm)
+        );
+        Ok(String::from_utf8_lossy(&found.stdout).trim().to_owned())
+    }
+}
+
+const NO_VIRSH: &str = "cannot run virsh: install libvirt's clients";
+
+impl Listeners<'_> {
+    /// Opens a socket of the tunnel for the socket `name` of the other host. Returns its path.
+    fn open(&mut self, route: &str, name: &str) -> Result<String> {
+        let parameter: Parameter = format!("vm={name}").parse()?;
+        let path = format!("{DIRECTORY}/{name}");
+        let words = ["tunnel", "open", route, "--param", &parameter.to_string()];
+        let words = words.into_iter().map(str::to_owned);
+        let words: Vec<String> = words
+            .chain(["--listen".to_owned(), format!("unix:{path}")])
+            .collect();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let opened = dunlin(&words, Some(self.config))?;
+        ensure!(
+            opened.status.success(),
+            "the tunnel cannot listen at {path}; the reason is above. If an earlier migration of \
+             this VM was killed, `dunlin tunnel close unix:{path}` closes its socket"
+        );
+        self.paths.push(PathBuf::from(&path));
+        Ok(path)
+    }
+}
+
+impl Drop for Listeners<'_> {
+    fn drop(&mut self) {
+        // A socket whose connections have ended is closed, and its file is removed.
+        for path in self.paths.iter().filter(|path| path.exists()) {
+            let listener = format!("unix:{}", path.display());
+            let _ = dunlin(&["tunnel", "close", &listener], Some(self.config));
+        }
+    }
+}

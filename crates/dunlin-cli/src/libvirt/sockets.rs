@@ -1,0 +1,297 @@
+//! `dunlin libvirt enable --sockets`: migrations over unix sockets, one for each VM, for kernels without
+//! nftables. `dunlin libvirt migrate` (`migrate`) uses what this sets up.
+//!
+//! ```text
+//!  [route."libvirt-b.example"]  to = "b.example:18300"           on the other hosts, and on B:
+//!  [route."libvirt-b.example"]  target = "unix:DIRECTORY/{vm}"   QEMU of an arriving VM listens there
+//! ```
+
+use std::fs::{self, Permissions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use dunlin_lane::identity::Summary;
+use dunlin_lane::names::PeerName;
+use dunlin_linux::accounts::{group_id, user_id};
+use dunlin_tunnel::{Entrance, Routes};
+
+use super::block;
+use super::config_file::{before, restore, write_file};
+use super::host::{self, GROUP, NamedPeer};
+use super::programs::{UNITS, dunlin, has_systemd, systemctl};
+use super::qemu_conf::QemuConf;
+use crate::code::DONE;
+use crate::file::replace;
+use crate::text::clean;
+use crate::tunnel::{Config, PEER_PORT};
+
+/// Where QEMU of an arriving VM, and the tunnel for a leaving one, make their sockets.
+pub(super) const DIRECTORY: &str = "/run/dunlin/vm";
+/// How a route's name begins; the rest is the name of the destination.
+pub(super) const ROUTE: &str = "libvirt-";
+/// Creates the directory after a boot.
+const TMPFILES: &str = "/etc/tmpfiles.d/dunlin-libvirt.conf";
+/// libvirt's AppArmor rules for QEMU, and the file with which Dunlin extends them.
+const ABSTRACTION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu";
+const EXTENSION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu.d/dunlin";
+/// What QEMU does in the directory: it makes its socket there, and connects to the tunnel's.
+const RULE: &str = "/run/dunlin/vm/** rw,";
+
+/// The flags of `enable` that count here.
+pub(super) struct Setup<'a> {
+    pub(super) peers: &'a [String],
+    pub(super) identity: Option<&'a Path>,
+    pub(super) listen: &'a str,
+    pub(super) qemu_conf: &'a Path,
+    pub(super) config: &'a Path,
+    pub(super) dry_run: bool,
+}
+
+impl Setup<'_> {
+    pub(super) fn run(&self) -> Result<i32> {
+        let conf = QemuConf::read(self.qemu_conf)?;
+        let (identity, summary) = host::identity(self.identity)?;
+        let before = before(self.config)?;
+        let peers = self.peers.iter().map(|text| host::peer(text));
+        let mut peers = peers.collect::<Result<Vec<_>>>()?;
+        for peer in earlier(self.config, before.as_deref())? {
+            if !peers.iter().any(|one| one.identity == peer.identity) {
+                peers.push(peer);
+            }
+        }
+        let block = routes(&own_names(&summary)?, &peers);
+        if self.dry_run {
+            println!("{block}\nnothing was changed (--dry-run)");
+            return Ok(DONE);
+        }
+        let created = || block::created(&identity.display().to_string(), self.listen);
+        let text = block::insert(&before.clone().unwrap_or_else(created), &block)?;
+        write_file(self.config, &text)?;
+        if !dunlin(&["tunnel", "check"], Some(self.config))?
+            .status
+            .success()
+        {
+            restore(self.config, before.as_deref())?;
+            bail!("the new configuration would be invalid, and is as before; the reason is above");
+        }
+        println!("written    {}", self.config.display());
+        let user = host::users(conf.user.as_deref()).pop();
+        let user = user.unwrap_or_else(|| "root".to_owned());
+        let group = if group_id(GROUP)?.is_some() {
+            GROUP
+        } else {
+            "root"
+        };
+        make_directory(&user, group)?;
+        extend_apparmor()?;
+        start()?;
+        let tried = dunlin(&["tunnel", "check", "--connect"], Some(self.config))?;
+        print!("{}", String::from_utf8_lossy(&tried.stdout));
+        if !tried.status.success() {
+            println!(
+                "\nA peer does not answer, or refuses; the reason is above. Run this command there \
+                 too, with this host as --peer. Until then migrations to it fail, and the VMs stay."
+            );
+        }
+        let host = peers.first().map_or("HOST", |one| one.host.as_str());
+        println!("\nNow: dunlin libvirt migrate VM {host}");
+        Ok(DONE)
+    }
+}
+
+/// The names by which peers may know this host.
+fn own_names(summary: &Summary) -> Result<Vec<String>> {
+    let name = |name: &PeerName| match name {
+        PeerName::Dns(name) if !name.starts_with('*') => Some(name.clone()),
+        PeerName::Ip(address) => Some(address.to_string()),
+        _ => None,
+    };
+    let names: Vec<String> = summary.names.iter().filter_map(name).collect();
+    if names.is_empty() {
+        bail!("this host's certificate has no host name or address: create one with such a name");
+    }
+    Ok(names)
+}
+
+/// The routes for VMs that arrive here, and for those that leave to a peer.
+fn routes(own: &[String], peers: &[NamedPeer]) -> String {
+    let allow: Vec<_> = peers
+        .iter()
+        .map(|one| format!("{:?}", one.identity))
+        .collect();
+    let allow = allow.join(", ");
+    let target = format!("unix:{DIRECTORY}/{{vm}}");
+    let arriving = own
+        .iter()
+        .map(|name| format!("[route.\"{ROUTE}{name}\"]\ntarget = {target:?}\nallow = [{allow}]\n"));
+    let leaving = peers.iter().filter(|one| !own.contains(&one.identity));
+    let leaving = leaving.map(|NamedPeer { host, identity, .. }| {
+        let host = match host.contains(':') {
+            true => format!("[{host}]"),
+            false => host.clone(),
+        };
+        format!(
+            "[route.\"{ROUTE}{identity}\"]\nto = \"{host}:{PEER_PORT}\"\npeers = [{identity:?}]\n"
+        )
+    });
+    arriving.chain(leaving).collect()
+}
+
+/// The peers of an earlier `enable --sockets`.
+fn earlier(config: &Path, text: Option<&str>) -> Result<Vec<NamedPeer>> {
+    let Some(text) = text.filter(|text| block::is_in(text)) else {
+        return Ok(Vec::new());
+    };
+    let routes = Config::parse(config, text)?.routes;
+    let named = leaving(&routes).map(|(host, entrance)| {
+        let identity = &entrance.route[ROUTE.len()..];
+        host::peer(&format!("{host}={identity}"))
+    });
+    named.collect()
+}
+
+/// The routes to peers, by the host to which they lead.
+pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)> {
+    let ours = routes.entrances().iter();
+    let ours = ours.filter(|one| one.route.starts_with(ROUTE));
+    ours.filter_map(|one| {
+        let (host, _) = one.to.rsplit_once(':')?;
+        Some((host.trim_matches(['[', ']']), one))
+    })
+}
+
+/// Makes the directory now and after each boot. The sockets in it get its group, so that the tunnel
+/// reaches those of QEMU, which is its owner.
+fn make_directory(user: &str, group: &str) -> Result<()> {
+    let text = format!(
+        "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"
+    );
+    replace(Path::new(TMPFILES), &text, 0o644)?;
+    let id = |found: std::io::Result<Option<u32>>, name: &str| match name.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => found?.with_context(|| format!("{name} does not exist: install libvirt first")),
+    };
+    let (user_id, group_id) = (id(user_id(user), user)?, id(group_id(group), group)?);
+    fs::create_dir_all(DIRECTORY)
+        .and_then(|()| chown(DIRECTORY, Some(user_id), Some(group_id)))
+        .and_then(|()| fs::set_permissions(DIRECTORY, Permissions::from_mode(0o2770)))
+        .with_context(|| format!("cannot create {DIRECTORY}"))?;
+    println!(
+        "directory  {DIRECTORY} (owner {}, group {group})",
+        clean(user)
+    );
+    Ok(())
+}
+
+/// Extends libvirt's AppArmor profiles of VMs. Those of running VMs change with their next start or
+/// migration.
+fn extend_apparmor() -> Result<()> {
+    let Ok(abstraction) = fs::read_to_string(ABSTRACTION) else {
+        return Ok(());
+    };
+    if abstraction.contains("<abstractions/libvirt-qemu.d>") {
+        let text = format!("# Written by `dunlin libvirt enable --sockets`.\n{RULE}\n");
+        replace(Path::new(EXTENSION), &text, 0o644)?;
+        println!("apparmor   {EXTENSION}");
+    } else {
+        println!(
+            "apparmor   this version of libvirt has no folder for additions: write this line into \
+             /etc/apparmor.d/local/abstractions/libvirt-qemu\n{RULE}"
+        );
+    }
+    Ok(())
+}
+
+fn start() -> Result<()> {
+    let [.., tunnel] = UNITS;
+    if !has_systemd() {
+        println!(
+            "unit       systemd does not run here: start `dunlin tunnel run`, and make {DIRECTORY} \
+             after each boot"
+        );
+    } else if systemctl(&["enable", "--now", tunnel])? && systemctl(&["reload-or-restart", tunnel])?
+    {
+        println!("unit       {tunnel} is enabled and runs");
+    } else {
+        bail!("{tunnel} cannot be started: see `journalctl -u {tunnel}`");
+    }
+    Ok(())
+}
+
+/// Whether the block of `enable` is one of this module.
+pub(super) fn is_in(text: &str) -> bool {
+    block::is_in(text) && text.contains(&format!("[route.\"{ROUTE}"))
+}
+
+/// Undoes `enable --sockets`.
+pub(super) fn disable(config: &Path, text: &str) -> Result<i32> {
+    let rest = block::remove(text)?;
+    let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
+    let [.., tunnel] = UNITS;
+    match is_empty {
+        true => delete(config)?,
+        false => write_file(config, &rest)?,
+    }
+    for file in [TMPFILES, EXTENSION] {
+        delete(Path::new(file))?;
+    }
+    // QEMU of an arriving VM may have a socket there.
+    let _ = fs::remove_dir(DIRECTORY);
+    if has_systemd() {
+        let words: &[&str] = match is_empty {
+            true => &["disable", "--now", tunnel],
+            false => &["try-reload-or-restart", tunnel],
+        };
+        systemctl(words)?;
+    }
+    println!("restored   {}", config.display());
+    Ok(DONE)
+}
+
+fn delete(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_routes_of_all_hosts_fit_together() {
+        let peer = |name: &str| NamedPeer {
+            host: format!("{name}.example"),
+            identity: format!("{name}.example"),
+            addresses: Vec::new(),
+        };
+        let parse = |own: &str, peers: &[&str]| {
+            let peers: Vec<_> = peers.iter().map(|name| peer(name)).collect();
+            let block = routes(&[format!("{own}.example")], &peers);
+            let text = block::created("/etc/dunlin", "[::]:18300");
+            let text = block::insert(&text, &block).unwrap();
+            assert!(is_in(&text));
+            let config = Config::parse(Path::new("t.toml"), &text).unwrap();
+            (config.routes, text)
+        };
+        let (a, _) = parse("a", &["b", "c"]);
+        let hosts: Vec<_> = leaving(&a).map(|(host, one)| (host, &*one.route)).collect();
+        let expected = [
+            ("b.example", "libvirt-b.example"),
+            ("c.example", "libvirt-c.example"),
+        ];
+        assert_eq!(hosts, expected);
+        // B serves the route by which A reaches it.
+        let (_, b) = parse("b", &["a", "c"]);
+        let arriving = "[route.\"libvirt-b.example\"]\ntarget = \"unix:/run/dunlin/vm/{vm}\"\n\
+                        allow = [\"a.example\", \"c.example\"]\n";
+        assert!(b.contains(arriving), "{b}");
+    }
+}
