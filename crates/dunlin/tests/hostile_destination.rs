@@ -14,28 +14,18 @@ use dunlin::engine::VmIs;
 use dunlin::engine::source::{self, LaneSecurity};
 use dunlin::engine::vmm::FaultCode;
 use dunlin::lane::control;
-use dunlin::lane::data::DataReceiver;
 use dunlin::lane::policy::ServerTls;
 use dunlin_proto::control::{Accept, CONTROL_HEADER_BYTES, ChunkSet, Message, Verdict};
 use dunlin_proto::negotiate::{
-    Features, LaneDirection, LaneOpen, Opening, PRELUDE_BYTES, Selection, SessionSecret, VERSIONS,
+    Features, LaneDirection, LaneOpen, Opening, PRELUDE_BYTES, Selection, VERSIONS,
 };
 use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
+use dunlin_test_support::hostile::destination::*;
 use dunlin_test_support::hostile::*;
 use dunlin_test_support::lane::{Authority, soon};
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
-
-fn one_lane() -> source::Options {
-    source::Options::builder()
-        .lanes(1)
-        .connect_limit(Duration::from_secs(2))
-        .no_lane_limit(Duration::from_millis(500))
-        .control_limit(Duration::from_millis(500))
-        .build()
-        .unwrap()
-}
 
 /// Options with which pre-copy is still in progress when a false message arrives. With a faster
 /// pre-copy, the source would already be waiting for *ready*.
@@ -43,62 +33,8 @@ fn slow() -> source::Options {
     one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }
 
-/// Options with which the source switches over as soon as possible.
-fn hasty(verify: bool) -> source::Options {
-    one_lane()
-        .to_builder()
-        .time_limit(Some(Duration::from_millis(200)))
-        .at_time_limit(source::AtTimeLimit::Stop)
-        .verify(verify)
-        .doubt_limit(Duration::from_millis(300))
-        .build()
-        .unwrap()
-}
-
-fn accept_message() -> Accept {
-    Accept {
-        secret: SessionSecret([5; 32]),
-        lanes_max: 4,
-        endpoints: Vec::new(),
-    }
-}
-
-fn until_it_hangs_up(peer: &mut Peer) {
-    while peer.receive().is_some() {}
-}
-
 fn stays(fault: FaultCode, text: &str) -> (FaultCode, VmIs, &str) {
     (fault, VmIs::AtSource, text)
-}
-
-/// A destination that has received the VM's description.
-fn described(listener: &TcpListener, tls: &ServerTls) -> Peer {
-    let mut peer = Peer::destination(listener, tls, None);
-    assert!(matches!(peer.receive(), Some(Message::Describe(_))));
-    peer
-}
-
-/// A destination with one established lane, which a thread reads to its end.
-fn with_lane(listener: &TcpListener, tls: &ServerTls) -> (Peer, thread::JoinHandle<DataReceiver>) {
-    let mut peer = described(listener, tls);
-    peer.send(&Message::Accept(accept_message()));
-    let (mut lane, open) = take_lane(listener, tls);
-    assert_eq!(open.lane, 1);
-    peer.send(&Message::LaneUp { lane: 1 });
-    let reader = thread::spawn(move || {
-        while lane.read_exact(&mut [0; 24]).is_ok() {}
-        lane
-    });
-    (peer, reader)
-}
-
-/// A destination that has received everything and must answer *ready*.
-fn finalised(listener: &TcpListener, tls: &ServerTls) -> Peer {
-    let (mut peer, reader) = with_lane(listener, tls);
-    let last = peer.await_message(|message| matches!(message, Message::Final(_)));
-    assert!(last.is_some());
-    reader.join().unwrap();
-    peer
 }
 
 fn out_of_turn() -> Vec<Message> {

@@ -2,6 +2,8 @@
 //! ended and has left nothing behind, that the VM is on exactly one side, and that an honest
 //! migration succeeds.
 
+pub mod destination;
+
 use std::fs;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::mpsc::{RecvTimeoutError, channel};

@@ -195,7 +195,7 @@ impl Arriving<'_> {
                 return Err(Fault::new(
                     FaultCode::Standstill,
                     format!(
-                        "the source answers pings but has sent no pages or messages for {:?}",
+                        "the source answers pings but has sent no new pages or messages for {:?}",
                         self.session.options.idle_limit
                     ),
                 ));

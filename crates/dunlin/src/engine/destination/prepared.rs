@@ -96,7 +96,8 @@ impl<'a> Prepared<'a> {
         while self.arriving.attempt.state == Destination::Prepared {
             let idle = self.arriving.idle_until();
             let event = next_event(self, idle)?;
-            self.arriving.progress(event.as_ref())?;
+            // Only *commit* is progress here, and it ends the loop.
+            self.arriving.progress(None)?;
             match event {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Commit { run } => take(self, On::Commit { run })?,

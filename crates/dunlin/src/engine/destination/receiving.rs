@@ -75,7 +75,9 @@ impl<'a> Receiving<'a> {
             let idle = self.arriving.idle_until();
             let due = self.arriving.lanes.acks_due;
             let event = next_event(self, due.map_or(idle, |due| due.min(idle)))?;
-            self.arriving.progress(event.as_ref())?;
+            let is_repeated = self.is_repeated(event.as_ref());
+            self.arriving
+                .progress(event.as_ref().filter(|_| !is_repeated))?;
             match event {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
                     Arrival::Lane { socket, opening } => self.arriving.admit(socket, &opening)?,
@@ -106,6 +108,18 @@ impl<'a> Receiving<'a> {
             }
         }
         self.arriving.acknowledge()
+    }
+
+    /// Whether the event is a *final* after another one, which a source can send for ever.
+    fn is_repeated(&self, event: Option<&SessionEvent>) -> bool {
+        let barrier = &self.arriving.lanes.barrier;
+        matches!(
+            event,
+            Some(SessionEvent::Control(
+                _,
+                FromPeer::Message(Message::Final(_))
+            ))
+        ) && barrier.lanes(|lanes| lanes.last().is_some())
     }
 
     /// Loads the state. If verification was negotiated, returns the digest that the memory had

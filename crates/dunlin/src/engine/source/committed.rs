@@ -20,11 +20,6 @@ use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::Session;
 use super::settled::{Figures, Settled};
 
-/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. Also
-/// the longest wait for an event of the lanes in the last pass. The guest is paused during that
-/// time. A shorter limit could end a migration while the destination is still loading the state.
-pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-
 /// Sends *commit*, and waits for the destination's answer.
 pub(super) struct Committed<'a> {
     transfer: Transfer<'a>,
@@ -32,7 +27,8 @@ pub(super) struct Committed<'a> {
     figures: Figures,
     /// When the guest was paused.
     paused: Instant,
-    /// When all conditions of *commit* were met; *commit* follows immediately.
+    /// When all conditions of *commit* were met; *commit* follows immediately, and the limit for its
+    /// answer begins.
     agreed: Instant,
     /// Remaining actions of the switchover.
     rest: Rest,
@@ -116,7 +112,8 @@ impl<'a> Committed<'a> {
     }
 
     fn await_running(&mut self) -> Result<On, Fault> {
-        let message = await_message(&mut self.transfer, "commit", ANSWER_LIMIT)?;
+        let until = self.agreed + self.transfer.session.options.answer_limit;
+        let message = await_message(&mut self.transfer, "commit", until)?;
         self.verdict(message)
     }
 
@@ -226,8 +223,8 @@ impl<'a> InDoubt<'a> {
     }
 
     fn await_answer(&mut self) -> Result<On, Fault> {
-        let limit = self.inquiries.left().min(VERDICT_LIMIT);
-        let message = await_message(&mut self.committed.transfer, "the inquiry", limit)?;
+        let until = self.inquiries.until.min(Instant::now() + VERDICT_LIMIT);
+        let message = await_message(&mut self.committed.transfer, "the inquiry", until)?;
         self.committed.verdict(message)
     }
 
@@ -266,22 +263,20 @@ impl<'a> InDoubt<'a> {
 fn await_message(
     transfer: &mut Transfer<'_>,
     what: &str,
-    limit: Duration,
+    until: Instant,
 ) -> Result<Message, Fault> {
-    let until = Instant::now() + limit;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         match transfer.next_event(left)? {
             Some(SessionEvent::Control(_, FromPeer::Message(message))) => return Ok(message),
             Some(_) => {}
-            None => return Err(not_answered(what, limit)),
+            None => return Err(not_answered(what)),
         }
     }
 }
 
-pub(super) fn not_answered(what: &str, limit: Duration) -> Fault {
-    Fault::new(
-        FaultCode::ControlLost,
-        format!("the destination did not answer {what} for {limit:?}"),
-    )
+/// The fault if the destination did not answer `what` in time.
+pub(super) fn not_answered(what: &str) -> Fault {
+    let what = format!("the destination did not answer {what} in time");
+    Fault::new(FaultCode::ControlLost, what)
 }

@@ -14,6 +14,11 @@ use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
 
+/// How long the destination may take from *final* to *ready*, and from *commit* to *running*; in
+/// the last pass, the longest time without an acknowledgement. The guest is paused during that
+/// time. A shorter limit could end a migration while the destination is still loading the state.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
 /// Options of a migration at the source, built and checked by [`Options::builder`]. The
 /// default is a valid configuration.
 ///
@@ -49,6 +54,7 @@ pub struct Options {
     pub(in crate::engine) silence_limit: Duration,
     pub(in crate::engine) control_limit: Duration,
     pub(in crate::engine) records_per_lane: u64,
+    pub(in crate::engine) answer_limit: Duration,
     pub(in crate::engine) doubt_limit: Duration,
     pub(in crate::engine) journal: Journal,
     pub(in crate::engine) owner: String,
@@ -75,6 +81,7 @@ impl Default for Options {
             silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(20),
             records_per_lane: RECORD_LIMIT,
+            answer_limit: ANSWER_LIMIT,
             doubt_limit: Duration::from_secs(60),
             journal: Journal::none(),
             owner: String::new(),
@@ -255,6 +262,14 @@ impl OptionsBuilder {
     #[cfg(feature = "unstable-internals")]
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;
+        self
+    }
+
+    /// How long the destination may take to answer while the guest is paused. Only the workspace's
+    /// tests set this limit.
+    #[cfg(feature = "unstable-internals")]
+    pub fn answer_limit(mut self, answer_limit: Duration) -> Self {
+        self.0.answer_limit = answer_limit;
         self
     }
 

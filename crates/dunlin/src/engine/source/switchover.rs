@@ -18,7 +18,7 @@ use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
 use super::super::threads::spawn_counted;
 use super::super::vmm::RunState;
-use super::committed::{ANSWER_LIMIT, Committed, not_answered};
+use super::committed::{Committed, not_answered};
 use super::event::SessionEvent;
 use super::guest::{LoggedGuest, PausedGuest, check_guest};
 use super::lanes::Transfer;
@@ -145,14 +145,7 @@ impl<'a> Switchover<'a> {
         self.figures.downtime.state = state_began.elapsed();
         drop(state);
 
-        while !lock(&work_queue.state).lanes.complete() {
-            if self.transfer.next_silent(ANSWER_LIMIT)?.is_none() {
-                return Err(Fault::new(
-                    FaultCode::LaneLost,
-                    "the lanes did not end in time",
-                ));
-            }
-        }
+        self.await_lanes_end()?;
         let duration = paused.elapsed();
         let downtime = &mut self.figures.downtime;
         downtime.last_pages = duration.saturating_sub(downtime.pause);
@@ -174,6 +167,31 @@ impl<'a> Switchover<'a> {
             digest,
             last: self.count(iteration, sections),
         })
+    }
+
+    /// Waits until every lane has ended. Only pages that the destination acknowledges for the first
+    /// time prolong the wait: it can repeat other messages for ever.
+    fn await_lanes_end(&mut self) -> Result<(), Fault> {
+        let work_queue = Arc::clone(&self.transfer.session.work_queue);
+        let limit = self.transfer.session.options.answer_limit;
+        let (mut acked_pages, mut until) = (None, Instant::now());
+        loop {
+            let state = lock(&work_queue.state);
+            let (is_complete, acked) = (state.lanes.complete(), Some(state.acked_pages));
+            drop(state);
+            if is_complete {
+                return Ok(());
+            }
+            if std::mem::replace(&mut acked_pages, acked) != acked {
+                until = Instant::now() + limit;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let what = format!("the destination acknowledged nothing for {limit:?}");
+                return Err(Fault::new(FaultCode::LaneLost, what));
+            }
+            self.transfer.next_silent(left)?;
+        }
     }
 
     /// Returns the totals of what the destination must have received.
@@ -208,7 +226,7 @@ impl<'a> Switchover<'a> {
     fn await_ready(&mut self, mut sent: Sent) -> Result<(), Fault> {
         let _ready = info_span!("ready").entered();
         let finalised = Instant::now();
-        let until = finalised + ANSWER_LIMIT;
+        let until = finalised + self.transfer.session.options.answer_limit;
         let theirs = loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.transfer.next_event(left)? {
@@ -219,7 +237,7 @@ impl<'a> Switchover<'a> {
                     return Err(unexpected(&other, Role::Destination));
                 }
                 Some(_) => self.repeat_final(&mut sent.last)?,
-                None => return Err(not_answered("ready", ANSWER_LIMIT)),
+                None => return Err(not_answered("ready")),
             }
         };
         self.figures.downtime.ready = finalised.elapsed();
