@@ -63,6 +63,10 @@ enum Whether {
     No,
 }
 
+/// The remedy for a process that may read every file.
+const READS_ALL: &str = "it may read every file of its user, because each migration names an \
+                         identity; give --identities DIR";
+
 /// Default source ports of lanes over IPsec. They are below Linux's ephemeral ports, and neither
 /// Kubernetes nor libvirt uses them.
 pub(crate) const LANE_PORTS: &str = "24576-28671";
@@ -109,6 +113,14 @@ pub(crate) fn allows_ipsec() -> Result<()> {
 static IDENTITIES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 
 impl Confining {
+    /// A warning about a process that is confined, but may read every file. `identity` is the
+    /// directory of an identity that the process reloads.
+    pub(crate) fn warning(&self, identity: Option<&Path>) -> Option<String> {
+        let reads_all = self.identities.is_empty() && identity.is_none();
+        let warned = reads_all && self.confine != Whether::No;
+        warned.then(|| format!("this process is confined, but {READS_ALL}"))
+    }
+
     /// Confines this process permanently, as far as requested and possible; returns the line that
     /// reports it. In other existing threads, only system calls are restricted.
     ///
@@ -127,6 +139,9 @@ impl Confining {
         }
         let mut identities = self.identities.clone();
         identities.extend(needs.identity.clone());
+        if identities.is_empty() && self.confine == Whether::Yes {
+            bail!("cannot confine this process completely (at fault: configuration): {READS_ALL}");
+        }
         let rules = files::Rules::new(needs, &identities)?;
         let mut applied = Applied::new(self.confine);
         let privileges = match needs.ipsec {

@@ -74,10 +74,13 @@ fn moves(guest: &str) {
         .to_owned();
     assert_confined(&destination);
 
-    let run = words(&format!("vm run --name vm --confine yes {guest}"));
+    let mut run = words(&format!(
+        "vm run --name vm --confine yes {guest} --identities"
+    ));
+    run.arg(hosts.scratch.join("a"));
     let source = Process::start(run, &hosts.scratch.join("from"));
     let said = by(&source.wait_for("confined"));
-    for part in ["no privileges", "Landlock", "reading any file", "seccomp"] {
+    for part in ["no privileges", "Landlock", "reading identities", "seccomp"] {
         assert!(said.contains(part), "{said}");
     }
     source.wait_for("started");
@@ -134,7 +137,9 @@ fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     const MIB: u64 = 1 << 20;
     let hosts = Hosts::new();
     let guest = "--guest process --memory 256M --fill-size 8M --workload idle --backing memfd";
-    let source = hosts.run("from", &format!("{guest} --confine yes"));
+    let identities = hosts.scratch.join("a").display().to_string();
+    let confined = format!("{guest} --confine yes --identities {identities}");
+    let source = hosts.run("from", &confined);
     let destination = hosts.receive("b", "to", "--confine yes");
     assert_each_thread(&destination, "Seccomp:", "2");
     let flags = "--json --peer b.test --verify";
@@ -142,6 +147,36 @@ fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     destination.wait_for("received");
     let bytes = guest_bytes(&destination);
     assert!((4 * MIB..32 * MIB).contains(&bytes), "{bytes}");
+}
+
+/// Without `--identities`, the confined process of `vm run` could read every file of its user.
+#[test]
+fn a_process_that_may_read_every_file_is_not_called_confined_completely() {
+    let hosts = Hosts::new();
+    let run = |flags: &str| {
+        let mut command = words(&format!("vm run --name vm {GUEST} {flags} --control"));
+        command
+            .arg(hosts.scratch.join("from"))
+            .arg("--state-dir")
+            .arg(hosts.scratch.join("state"));
+        command
+    };
+    let refused = finish(run("--confine yes --json")).expect(1);
+    let text = refused.last()["text"].as_str().unwrap().to_owned();
+    for part in ["at fault: configuration", "--identities"] {
+        assert!(text.contains(part), "{text}");
+    }
+    let warnings = |flags: &str| {
+        let process = Process::follow(run(flags), &hosts.scratch.join("from"));
+        let line = process.wait_for_any(&["warning", "started"]);
+        line["event"] == "warning" && line["text"].as_str().unwrap().contains("--identities")
+    };
+    assert!(warnings("--confine auto"));
+    assert!(!warnings("--confine no"));
+    let identities = hosts.scratch.join("a").display().to_string();
+    assert!(!warnings(&format!(
+        "--confine yes --identities {identities}"
+    )));
 }
 
 #[test]

@@ -298,7 +298,10 @@ fn an_attacker_in_a_process_that_waits_for_a_vm_and_then_has_it() {
 fn an_attacker_in_a_process_that_runs_a_vm() {
     let (hosts, foreign) = (Hosts::new(), foreign());
     let guest = "--guest process --memory 64M --fill-size 8M";
-    let run = words(&format!("vm run --name vm --confine yes {guest}"));
+    let mut run = words(&format!(
+        "vm run --name vm --confine yes {guest} --identities"
+    ));
+    run.arg(hosts.scratch.join("a"));
     let source = Process::start(run, &hosts.scratch.join("from"));
     source.wait_for("started");
     let captive = Captive::of(source.pid());

@@ -19,14 +19,15 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Starts a VM's process. The options for confinement and output are added to the command.
+    /// Starts a VM's process. The options for confinement and output are added to the command. The
+    /// process may read identities below the working directory.
     ///
     /// # Panics
     /// The command does not start.
     #[must_use]
     pub fn start(command: &mut Command) -> Self {
         let mut process = command
-            .args(["--confine", "yes", "--json"])
+            .args(["--confine", "yes", "--identities", ".", "--json"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()

@@ -109,6 +109,9 @@ impl Own {
             ipsec: self.ipsec_ports(),
         })?;
         confined.say(self.json);
+        if let Some(text) = self.confining.warning(identity) {
+            Line::Warning { text }.say(self.json);
+        }
         Ok(confined)
     }
 }
