@@ -303,7 +303,11 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
 
 /// Like [`in_doubt`], but also returns the proxy and the destination's address.
 fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (Proxy, String)) {
-    let from = hosts.run("1", GUEST);
+    in_doubt_with(hosts, state, GUEST)
+}
+
+fn in_doubt_with(hosts: &Hosts, state: &Memory, guest: &str) -> (Process, String, (Proxy, String)) {
+    let from = hosts.run("1", guest);
     let mut to = hosts.receive("b", "2", "");
     let (proxy, direct) = (Proxy::to(&to.address), to.address.clone());
     to.address.clone_from(&proxy.address);
@@ -319,6 +323,24 @@ fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (
     let sources: Vec<String> = state.sources();
     assert_eq!(sources.len(), 1, "{sources:?}");
     (from, sources[0].clone(), (proxy, direct))
+}
+
+#[test]
+fn a_refused_request_states_where_the_vm_is() {
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    let guest = format!("--guest process {GUEST}");
+    let other = hosts.run("3", &guest);
+    let refused = |process: &Process, line: &str| {
+        let mut command = words(&format!("{line} --json --control"));
+        command.arg(&process.control);
+        finish(command).expect(1).last()["vm"].clone()
+    };
+    assert_eq!(refused(&other, "vm set --name vm --rate none"), "at-source");
+    let (from, _, _) = in_doubt_with(&hosts, &state, &guest);
+    for line in ["vm ask --name vm resume", "cancel --vm vm"] {
+        assert_eq!(refused(&from, line), "in-doubt", "{line}");
+    }
 }
 
 #[test]

@@ -323,6 +323,29 @@ impl ControlService {
         }
     }
 
+    /// Where the VM of this process is, with the values of [`FailedLine::vm`].
+    pub(super) fn location(&self) -> &'static str {
+        let state = lock(&self.state);
+        match (&state.holds, &state.phase) {
+            (Holds::Waiting, _) => "",
+            (Holds::Arriving(arriving), _) if arriving.migration.phase == COMMITTED => {
+                "at-destination"
+            }
+            (Holds::Arriving(_), _) => "at-source",
+            (Holds::Vm(vm), _) if vm.vm().state() == VmState::Moved => "at-destination",
+            (_, Phase::Moving(moving)) if moving.is_committed() => "in-doubt",
+            (_, Phase::InDoubt { record, .. }) => match record {
+                Record::Held(own)
+                    if own.record().state == State::Source(SourceRecord::RanThenDied) =>
+                {
+                    "ran-then-died"
+                }
+                _ => "in-doubt",
+            },
+            (Holds::Vm(_), _) => "at-source",
+        }
+    }
+
     /// Carries out a command, unless a migration or an unresolved doubt forbids it.
     pub(crate) fn command(&self, command: Command) -> Result<()> {
         let state = lock(&self.state);

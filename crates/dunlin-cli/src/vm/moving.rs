@@ -115,6 +115,11 @@ impl Moving {
         lock(&self.seen).ended.is_some()
     }
 
+    /// Whether *commit* has been sent, so that the destination may run the VM.
+    pub(super) fn is_committed(&self) -> bool {
+        lock(&self.seen).line.phase == COMMITTED
+    }
+
     /// Waits for the end; returns the last line.
     pub(crate) fn wait(&self) -> Line {
         let mut seen = lock(&self.seen);
@@ -131,7 +136,7 @@ impl Moving {
     /// # Errors
     /// It is too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
-        if lock(&self.seen).line.phase == COMMITTED {
+        if self.is_committed() {
             bail!("too late to cancel: the destination got commit and may run the VM");
         }
         self.cancel.cancel();

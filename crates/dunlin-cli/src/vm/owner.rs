@@ -174,13 +174,17 @@ impl Service for ControlService {
         send(connection, &Line::Done)
     }
 
-    /// Adds to the error that the VM stays at the source.
+    /// Adds to the error where the VM is.
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let mut failed = FailedLine::from(error);
-        failed.vm = "at-source".into();
+        failed.vm = self.location().into();
         if let Some(fault) = fault_behind(error.as_ref()) {
+            let stays = match &*failed.vm {
+                "at-source" => "; the VM stays at the source",
+                _ => "",
+            };
             failed.text.push_str(&format!(
-                " ({fault}, at fault: {}); the VM stays at the source. {}",
+                " ({fault}, at fault: {}){stays}. {}",
                 fault.at_fault(),
                 fault.advice()
             ));
