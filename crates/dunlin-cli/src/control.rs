@@ -7,7 +7,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Error, Result, bail};
 use dunlin_lane::sync::lock;
+use dunlin_linux::local;
 use dunlin_linux::socket::{is_held, own_user, peer_user};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -54,9 +55,8 @@ impl Socket {
             // The process that bound this socket has died.
             let _ = fs::remove_file(path);
         }
-        let listener = UnixListener::bind(path)
+        let listener = local::listen_private(path)
             .with_context(|| format!("cannot bind the control socket {}", path.display()))?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
         Ok(Self {
             listener,
             path: path.to_owned(),
@@ -117,8 +117,8 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             }
         };
         short = false;
-        // Check the user too, because the mode of the socket excludes other users only after the
-        // chmod that follows the bind.
+        // Check the user too, because the mode of the socket does not exclude a process with
+        // CAP_DAC_OVERRIDE.
         let user = peer_user(&connection);
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
@@ -211,6 +211,9 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
 }
 
+/// Maximum length of a line of an answer. The longest is a timeline, of at most a few MiB.
+const ANSWER_LINE_BYTES: u64 = 64 << 20;
+
 /// Suffix of the error for an unexpected answer.
 const UNEXPECTED: &str = "sent an unexpected answer: it may run another release";
 
@@ -256,8 +259,8 @@ impl Client {
     pub(crate) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let mut text = String::new();
         let owner = self.owner;
-        let read = self
-            .answer
+        let mut line = (&mut self.answer).take(ANSWER_LINE_BYTES);
+        let read = line
             .read_line(&mut text)
             .with_context(|| format!("no answer from the {owner}'s process: it may be stopped"))?;
         if read == 0 {

@@ -18,6 +18,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
+use crate::control;
 use crate::identity::{Reading, load_identity};
 use crate::state::hex;
 
@@ -272,7 +273,8 @@ fn make_directory(directory: &Path) -> Result<()> {
             directory.display()
         );
     }
-    fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))
+    // No other user may replace the files, whatever the umask.
+    control::make_directory(directory, 0o755)
 }
 
 fn read(path: &Path) -> Result<String> {

@@ -97,6 +97,22 @@ pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, Fil
     }
 }
 
+/// Listens at `path`, which must not exist, with mode 0600. The mode is that of the socket before it
+/// is bound (unix(7)), so the file never has another mode, and no file that another process puts in
+/// its place gets this mode.
+///
+/// # Errors
+/// `AddrInUse` if the path exists; otherwise an error of the kernel.
+pub fn listen_private(path: &Path) -> io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    let address = SocketAddrUnix::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
+    rustix::net::bind(&socket, &address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket.into())
+}
+
 /// Binds in a thread that shares its umask with no other thread.
 fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: u32) -> io::Result<()> {
     let bind = || {
@@ -174,6 +190,28 @@ mod tests {
         listen(&again, &FileAccess::default()).unwrap();
         assert_eq!(mode(&again), mode(&usual));
         let taken = listen(&again, &FileAccess::default()).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn a_private_socket_has_its_mode_from_the_start() {
+        let scratch = Scratch::new();
+        let path = scratch.join("socket");
+        let bind = || {
+            // SAFETY: `FS` gives the thread its own umask, and leaves everything else shared.
+            unsafe { unshare_unsafe(UnshareFlags::FS).unwrap() };
+            rustix::process::umask(Mode::empty());
+            listen_private(&path).unwrap()
+        };
+        let _listener = thread::scope(|scope| scope.spawn(bind).join().unwrap());
+        let found = std::fs::symlink_metadata(&path).unwrap();
+        assert_eq!(found.mode() & 0o7777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        let taken = listen_private(&path).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        let other = scratch.join("other");
+        symlink(&path, &other).unwrap();
+        let taken = listen_private(&other).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
     }
 

@@ -380,10 +380,8 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
     if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
         with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
-        // The control socket gets mode 0600.
-        #[cfg(target_arch = "x86_64")]
-        with.push((libc::SYS_chmod, vec![rule(&[equals(1, owner_alone)])?]));
-        with.push((libc::SYS_fchmodat, vec![rule(&[equals(2, owner_alone)])?]));
+        // The control socket gets mode 0600 before it gets its file.
+        with.push((libc::SYS_fchmod, vec![rule(&[equals(1, owner_alone)])?]));
     }
     Ok(with)
 }
