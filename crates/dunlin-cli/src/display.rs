@@ -4,6 +4,7 @@
 use std::io::{IsTerminal, Write};
 
 use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
+use crate::output::put;
 use crate::text::{clean, count};
 
 pub(crate) const MIB: f64 = (1_u64 << 20) as f64;
@@ -74,21 +75,22 @@ impl Display {
         if self.terminal {
             // Wrapping is off for this line, because a wrapped line could not be rewritten. A
             // narrow terminal truncates the line.
-            print!("\r\x1b[K\x1b[?7l{text}\x1b[?7h");
+            let mut out = std::io::stdout();
             // A closed terminal is not an error.
-            let _ = std::io::stdout().flush();
+            let _ = write!(out, "\r\x1b[K\x1b[?7l{text}\x1b[?7h");
+            let _ = out.flush();
             self.transient = true;
         } else {
-            println!("{text}");
+            put(&text);
         }
     }
 
     pub(crate) fn say(&mut self, text: &str) {
         if self.transient {
-            print!("\r\x1b[K");
+            let _ = write!(std::io::stdout(), "\r\x1b[K");
             self.transient = false;
         }
-        println!("{text}");
+        put(text);
     }
 }
 
@@ -135,7 +137,7 @@ fn table(moved: &MovedLine) -> String {
             moved.raw_pages as f64 * 4096.0 / MIB,
             moved.header_bytes as f64 / MIB,
             count(moved.lanes.len() as u64, "lane"),
-            moved.security,
+            clean(&moved.security),
         ),
     );
     row(

@@ -7,12 +7,13 @@ use dunlin::engine::source::VmLocation;
 use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
 use dunlin::lane::kernel::{Choice, Driver};
 use dunlin_proto::fault::{AtFault, FaultCode};
-use dunlin_proto::text::{harmless, is_harmful};
+use dunlin_proto::text::harmless;
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::fault::fault_of;
-use crate::text::{chained, clean, clean_lines};
+use crate::output::{offer, put};
+use crate::text::{chained, clean, clean_lines, plain};
 use crate::tunnel::line::{CheckedLine, ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
@@ -316,27 +317,48 @@ pub(crate) struct MigrationLine {
 }
 
 impl Line {
-    /// Prints the line on standard output. A closed output is not an error: the process continues.
+    /// Prints the line on standard output.
     pub(crate) fn print(&self) {
-        use std::io::Write;
-        let mut out = std::io::stdout().lock();
-        let _ = writeln!(out, "{}", self.to_json());
-        let _ = out.flush();
+        put(&self.to_json());
     }
 
-    /// Prints the line as JSON or as text for people.
+    /// Prints the line as JSON or as text for people. A line that peers can cause at any time is
+    /// lost if no process reads standard output.
     pub(crate) fn say(&self, json: bool) {
-        if json {
-            self.print();
-        } else if let Some(text) = self.text() {
-            println!("{text}");
+        let Some(line) = self.shown(json) else { return };
+        if self.is_frequent() {
+            let warning = |text| Self::Warning { text }.shown(json).unwrap_or_default();
+            offer(&line, warning);
+        } else {
+            put(&line);
         }
+    }
+
+    fn shown(&self, json: bool) -> Option<String> {
+        match json {
+            true => Some(self.to_json()),
+            false => self.text(),
+        }
+    }
+
+    /// Whether peers can cause the line any number of times.
+    fn is_frequent(&self) -> bool {
+        matches!(
+            self,
+            Self::Rejected { .. }
+                | Self::Accepted { .. }
+                | Self::LaneUp { .. }
+                | Self::LaneLost { .. }
+                | Self::ControlLost { .. }
+                | Self::ControlResumed
+                | Self::Warning { .. }
+        )
     }
 
     /// The text for people, if there is one.
     pub(crate) fn text(&self) -> Option<String> {
         Some(match self {
-            Self::Listening { address } => format!("waiting for a VM on {address}"),
+            Self::Listening { address } => format!("waiting for a VM on {}", clean(address)),
             Self::Started { name, control, .. } => {
                 format!("{} runs; control socket {}", clean(name), clean(control))
             }
@@ -345,10 +367,11 @@ impl Line {
             Self::Warning { text } => format!("warning: {}", clean(text)),
             Self::Records { text, .. } => clean(text),
             Self::IdentityRead { valid_until } => {
-                format!("identity reloaded; its certificate is valid until {valid_until}")
+                let until = clean(valid_until);
+                format!("identity reloaded; its certificate is valid until {until}")
             }
             Self::Confined { by, lacks } => {
-                let (by, lacks) = (by.join(", "), lacks.join(", "));
+                let (by, lacks) = (clean(&by.join(", ")), clean(&lacks.join(", ")));
                 match (by.is_empty(), lacks.is_empty()) {
                     (true, true) => "not confined".into(),
                     (true, false) => format!("not confined: {lacks}"),
@@ -396,24 +419,6 @@ impl Line {
         });
         plain(json)
     }
-}
-
-/// Escapes the characters that control terminals. JSON allows them only inside strings, where
-/// `\uXXXX` is equivalent. The code points of these characters have at most four hexadecimal
-/// digits.
-pub(crate) fn plain(json: String) -> String {
-    if !json.contains(is_harmful) {
-        return json;
-    }
-    let mut plain = String::with_capacity(json.len());
-    for character in json.chars() {
-        if is_harmful(character) {
-            plain.push_str(&format!("\\u{:04x}", u32::from(character)));
-        } else {
-            plain.push(character);
-        }
-    }
-    plain
 }
 
 pub(crate) fn millis(duration: Duration) -> f64 {
@@ -554,6 +559,8 @@ impl From<&MigrateError> for FailedLine {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use dunlin_proto::text::is_harmful;
+
     use super::*;
 
     #[test]

@@ -8,11 +8,10 @@ use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use dunlin_linux::poll::{Interest, poll};
 use dunlin_proto::text::is_harmful;
 use serde_json::{Map, Value};
 use time::OffsetDateTime;
@@ -23,8 +22,9 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
 
-use crate::line::{FailedLine, plain};
-use crate::text::clean;
+use crate::line::FailedLine;
+use crate::output::is_writable;
+use crate::text::{clean, plain};
 use crate::timeline;
 
 /// The format of the log, if this process writes one.
@@ -118,20 +118,8 @@ fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// How long a line of the log waits for standard error. The time is short, because the threads that
-/// log also move VMs, and a stalled reader must not keep a guest paused.
-const STALL_LIMIT: Duration = Duration::from_millis(10);
-
 /// The number of lines lost since the last written line because standard error stalled.
 static LOST: AtomicU64 = AtomicU64::new(0);
-
-/// Whether standard error accepts a line within [`STALL_LIMIT`]. Pipes and sockets are reported as
-/// writable only if they have space for a line.
-fn is_writable() -> bool {
-    let stderr = std::io::stderr();
-    // A line also counts as lost if a signal interrupts the wait.
-    poll(&[Interest::write(&stderr)], Some(STALL_LIMIT)).is_ok_and(|ready| ready == [true])
-}
 
 struct Log {
     level: Level,
@@ -257,8 +245,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
             }
         }
         event.record(&mut fields);
-        if !is_writable() {
-            LOST.fetch_add(1, Ordering::Relaxed);
+        if !is_writable(&std::io::stderr(), &LOST) {
             return;
         }
         fields.add_lost_lines();

@@ -19,6 +19,7 @@ mod libvirt;
 mod line;
 mod log;
 mod options;
+mod output;
 mod pki;
 mod process;
 mod redirect;

@@ -1,5 +1,7 @@
 //! Text for terminals and logs.
 
+use dunlin_proto::text::is_harmful;
+
 /// Text that a peer may have sent, made safe for one line on a terminal.
 pub(crate) use dunlin_proto::text::harmless as clean;
 
@@ -19,6 +21,24 @@ pub(crate) fn count(number: u64, noun: &str) -> String {
 pub(crate) fn clean_lines(text: &str) -> String {
     let lines = text.split('\n').map(|line| clean(line.trim_start()));
     lines.collect::<Vec<_>>().join("\n  ")
+}
+
+/// Escapes the characters that control terminals. JSON allows them only inside strings, where
+/// `\uXXXX` is equivalent. The code points of these characters have at most four hexadecimal
+/// digits.
+pub(crate) fn plain(json: String) -> String {
+    if !json.contains(is_harmful) {
+        return json;
+    }
+    let mut plain = String::with_capacity(json.len());
+    for character in json.chars() {
+        if is_harmful(character) {
+            plain.push_str(&format!("\\u{:04x}", u32::from(character)));
+        } else {
+            plain.push(character);
+        }
+    }
+    plain
 }
 
 #[cfg(test)]

@@ -27,6 +27,7 @@ use crate::confine::ConfiningService;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::log::{self, Format, LogFlags, say};
 use crate::options::{named, parse_limit};
+use crate::output::put;
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::tunnel::{Port, parse_port, parse_server, socket_path};
 
@@ -129,7 +130,7 @@ impl Accept {
         };
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
         wait_for(sender, ends, hang_ups, || ())?;
-        println!("listening on {}", acceptor.address());
+        put(&format!("listening on {}", acceptor.address()));
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
         manager.ready(&format!("clients connect to {}", acceptor.address()));

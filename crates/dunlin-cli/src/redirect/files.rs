@@ -17,8 +17,7 @@ use serde::Serialize;
 
 use super::state::State;
 use super::table::Record;
-use crate::file::replace;
-use crate::line::plain;
+use crate::text::plain;
 
 /// Location of the results for other processes.
 #[derive(Clone, Debug, Args)]

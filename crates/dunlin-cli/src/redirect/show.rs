@@ -14,10 +14,9 @@ use super::source::Source;
 use super::state::{State, Wanted};
 use super::table::Table;
 use crate::code::{DONE, FAILED};
-use crate::line::plain;
 use crate::log::{Format, LogFlags, say};
 use crate::options::parse_limit;
-use crate::text::{chained, clean};
+use crate::text::{chained, clean, plain};
 
 #[derive(Debug, Args)]
 pub(crate) struct Show {

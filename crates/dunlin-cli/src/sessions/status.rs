@@ -110,7 +110,7 @@ impl Status {
             .map(|status| (&status.migration, &status.state))
         {
             Some((Some(migration), _)) => println!("  {}", describe(migration)),
-            Some((None, state)) => println!("  the VM is {state} here"),
+            Some((None, state)) => println!("  the VM is {} here", clean(state)),
             None => {}
         }
         if let Some(text) = meaning(record.state, entry.lives) {

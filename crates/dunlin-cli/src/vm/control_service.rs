@@ -30,6 +30,7 @@ use crate::code::{DONE, FAILED, SIGNAL};
 use crate::control::{self, Socket};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
+use crate::output::put;
 use crate::service::start;
 use crate::state::hex;
 use crate::text::clean;
@@ -301,7 +302,11 @@ impl ControlService {
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
-            println!("{}: {}", clean(&vm.vm().config().name), clean(&how));
+            put(&format!(
+                "{}: {}",
+                clean(&vm.vm().config().name),
+                clean(&how)
+            ));
         }
         Ok(code)
     }

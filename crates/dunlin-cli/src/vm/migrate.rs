@@ -258,7 +258,7 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
     let mut text = format!(
         "{direction} {}: {} for {:.0} s",
         clean(&migration.peer),
-        migration.phase,
+        clean(&migration.phase),
         migration.seconds
     );
     if let Some(progress) = &migration.progress {
