@@ -35,7 +35,11 @@ impl Denied {
             line: line + 1,
             reason,
         };
-        let text = std::str::from_utf8(text).map_err(|_| bad(0, "the file is not UTF-8"))?;
+        let text = std::str::from_utf8(text).map_err(|error| {
+            let valid = &text[..error.valid_up_to()];
+            let line = valid.iter().filter(|byte| **byte == b'\n').count();
+            bad(line, "it is not UTF-8")
+        })?;
         let mut keys = HashSet::new();
         for (number, line) in text.lines().enumerate() {
             let pin = line.split('#').next().unwrap_or_default().trim();
@@ -146,11 +150,13 @@ mod tests {
         let certificate = KEY.replacen("spki-", "", 1);
         let short = &KEY[..KEY.len() - 1];
         let latin = b"# caf\xe9".as_slice();
+        let latin_third = b"#\n\n# caf\xe9\n".as_slice();
         for (text, at) in [
             (format!("{KEY}\n{certificate}\n").as_bytes(), 2),
             (format!("#\n\n{short}").as_bytes(), 3),
             (b"host-a.example", 1),
             (latin, 1),
+            (latin_third, 3),
         ] {
             match Denied::parse(Path::new("denied"), text) {
                 Err(IdentityErrorKind::BadDenied { line, .. }) => assert_eq!(line, at),
