@@ -275,16 +275,20 @@ impl Peers {
         }
     }
 
-    /// The server's name for rustls: the first allowed name that is a DNS name or an IP address.
-    /// rustls sends only a DNS name as SNI.
+    /// The server's name for rustls: the first allowed DNS name, or else the first IP address. rustls
+    /// sends only a DNS name as SNI.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         let Self::OneOf(allowed) = self else {
             return None;
         };
-        allowed.iter().find_map(|peer| match peer {
-            Peer::Name(name) => name.server_name(),
-            Peer::Pin(_) => None,
-        })
+        let names = || {
+            allowed.iter().filter_map(|peer| match peer {
+                Peer::Name(name) => name.server_name(),
+                Peer::Pin(_) => None,
+            })
+        };
+        let dns = names().find(|name| matches!(name, ServerName::DnsName(_)));
+        dns.or_else(|| names().next())
     }
 }
 
@@ -500,6 +504,28 @@ fn list<T: fmt::Display>(all: &[T]) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_servers_name_is_a_dns_name_if_one_is_allowed() {
+        for (allowed, expected) in [
+            (
+                &["192.0.2.7", "b.example", "c.example"][..],
+                Some("b.example"),
+            ),
+            (
+                &["*.example", "192.0.2.7", "2001:db8::7"],
+                Some("192.0.2.7"),
+            ),
+            (&["spiffe://site/host/7", "*.example"], None),
+        ] {
+            let peers: Peers = allowed
+                .iter()
+                .map(|one| one.parse::<Peer>().unwrap())
+                .collect();
+            let expected = expected.map(|name| ServerName::try_from(name).unwrap());
+            assert_eq!(peers.server_name(), expected, "{allowed:?}");
+        }
+    }
 
     #[test]
     fn pins_parse_with_and_without_colons_and_print_without() {

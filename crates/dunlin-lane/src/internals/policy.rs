@@ -134,8 +134,8 @@ impl Identity {
     }
 
     /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
-    /// Dunlin. The server's name is the first DNS name or IP address in `peers`, or else `host`.
-    /// SNI carries it if it is a DNS name.
+    /// Dunlin. The server's name is the first DNS name in `peers`, or else the first IP address there,
+    /// or else `host`. SNI carries it if it is a DNS name.
     #[cfg(feature = "unstable-internals")]
     pub fn relay_client(
         &self,
