@@ -14,8 +14,12 @@ pub struct PortRange {
 
 /// The text is not a range or a block of ports.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("invalid port range `{0}`: expected a form such as 49152-49215, from 1 to 65535")]
-pub struct NotPorts(String);
+#[error("invalid port {kind} `{text}`: expected a form such as {form}")]
+pub struct NotPorts {
+    text: String,
+    kind: &'static str,
+    form: &'static str,
+}
 
 impl PortRange {
     /// Creates a range; `None` if it is empty or includes port 0.
@@ -90,7 +94,11 @@ impl FromStr for PortRange {
         let range = first.parse().ok().zip(last.parse().ok());
         range
             .and_then(|(first, last)| Self::new(first, last))
-            .ok_or_else(|| NotPorts(text.to_owned()))
+            .ok_or_else(|| NotPorts {
+                text: text.to_owned(),
+                kind: "range",
+                form: "49152-49215, from 1 to 65535",
+            })
     }
 }
 
@@ -161,7 +169,11 @@ impl FromStr for PortBlock {
             let mask = u16::from_str_radix(mask, 16).ok()?;
             (port & !mask == 0).then_some(Self { port, mask })
         };
-        parse().ok_or_else(|| NotPorts(text.to_owned()))
+        parse().ok_or_else(|| NotPorts {
+            text: text.to_owned(),
+            kind: "block",
+            form: "49152/0xffc0, where the mask has every bit of the port",
+        })
     }
 }
 
@@ -240,5 +252,22 @@ mod tests {
         }
         assert_eq!("7-9".parse(), Ok(PortRange::new(7, 9).unwrap()));
         assert_eq!("7".parse(), Ok(PortRange::new(7, 7).unwrap()));
+    }
+
+    #[test]
+    fn text_that_is_not_a_block_is_rejected_as_a_block() {
+        for text in [
+            "49152",
+            "49152/ffc0",
+            "49153/0xffc0",
+            "1-2",
+            "70000/0xffff",
+            "1/0x10000",
+        ] {
+            let error = text.parse::<PortBlock>().unwrap_err();
+            assert_eq!((&*error.text, error.kind), (text, "block"));
+        }
+        let range = "49152/0xffc0".parse::<PortRange>().unwrap_err();
+        assert_eq!(range.kind, "range");
     }
 }
