@@ -8,6 +8,7 @@ pub mod clock;
 pub mod epoll;
 pub mod ethtool;
 pub mod fdpass;
+pub mod heap;
 pub mod interrupted;
 pub mod ktls;
 pub mod libraries;

@@ -425,6 +425,46 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     join(vec![out, expect_all(far, sent)]);
 }
 
+/// This process's resident memory, in bytes.
+fn resident_bytes() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages = pages.split(' ').nth(1).unwrap();
+    pages.parse::<usize>().unwrap() * 4096
+}
+
+/// Memory that was freed between parts that stay in use, as after many channels. The C library
+/// itself does not return such memory.
+#[test]
+#[cfg(target_env = "gnu")]
+fn i8_free_memory_is_returned_after_the_last_channel() {
+    const BYTES: usize = 128 << 20;
+    let limits = Limits {
+        vanished: Duration::from_secs(1),
+        ..Limits::default()
+    };
+    let scene = Scene::start(Setup {
+        limits,
+        ..Setup::new()
+    });
+    let mut parts: Vec<Vec<u8>> = (0..BYTES >> 14).map(|_| vec![1; 1 << 14]).collect();
+    let full = resident_bytes();
+    let near = scene.unix();
+    let far = scene.accept();
+    let mut number = 0;
+    parts.retain(|_| {
+        number += 1;
+        number % 64 == 0
+    });
+    drop((near, far));
+    scene.near_events.wait("end", is_closed);
+    let until = Instant::now() + TIMEOUT;
+    while resident_bytes() > full - BYTES / 2 {
+        assert!(Instant::now() < until, "{} of {full}", resident_bytes());
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!(!parts.is_empty());
+}
+
 #[test]
 fn i6_an_untrusted_peer_carries_nothing() {
     let authority = Authority::new();

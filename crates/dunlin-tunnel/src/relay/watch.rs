@@ -1,5 +1,6 @@
 //! The channels of all relays, and one thread that watches them. It detects vanished peers, and
-//! resets of connections that no thread reads or writes.
+//! resets of connections that no thread reads or writes. It also returns to the kernel the buffers of
+//! channels that have become idle or have ended.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -9,6 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::Readiness;
+use dunlin_linux::heap;
 
 use super::channel::Channel;
 use super::life::Life;
@@ -84,14 +86,17 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
+        // Whether a channel may have freed buffers since the last check.
+        let mut has_freed = false;
         // The channels with a peer that was silent at the last check. One check is not enough: after a
         // long silence of both sides, data that was sent just before the check seems to be overdue.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
-            let timeout = any.then(|| look.saturating_duration_since(Instant::now()));
+            let timeout = has_freed.then(|| look.saturating_duration_since(Instant::now()));
             self.sockets.wait(&mut ready, timeout);
             let channels = self.channels();
-            any = !channels.is_empty();
+            let had_any = std::mem::replace(&mut any, !channels.is_empty());
+            has_freed |= any || had_any;
             for one in ready.iter().filter(|one| one.failed) {
                 let number = one.token >> 1;
                 let channel = channels
@@ -103,6 +108,8 @@ impl Watch {
             }
             if Instant::now() >= look {
                 look = Instant::now() + step;
+                heap::give_back();
+                has_freed = any || had_any;
                 let before = std::mem::take(&mut silent);
                 for channel in channels.iter().filter(|one| one.is_silent(vanished)) {
                     silent.insert(channel.number);
