@@ -14,6 +14,7 @@ mod fault;
 mod file;
 mod handoff;
 mod identity;
+mod init;
 mod ipsec;
 mod libvirt;
 mod line;
@@ -84,6 +85,8 @@ enum Command {
     /// Let libvirt's migrations go through a tunnel, with nothing on its command lines.
     #[command(subcommand)]
     Libvirt(libvirt::Command),
+    /// Create identities and configurations for hosts, with the commands that install them.
+    Init(init::Init),
     /// A small certificate authority for trials.
     #[command(subcommand)]
     Pki(pki::Command),
@@ -139,6 +142,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Handoff(command) => handoff::run(&command),
         Command::Ipsec(command) => ipsec::run(&command),
         Command::Libvirt(command) => libvirt::run(&command),
+        Command::Init(init) => init.run(),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     }
 }

@@ -105,7 +105,7 @@ pub(crate) fn run(command: &Command) -> Result<()> {
 }
 
 /// Parses a name that identifies a host to its peers.
-fn parse_name(text: &str) -> Result<String, String> {
+pub(crate) fn parse_name(text: &str) -> Result<String, String> {
     match text.parse::<Peer>() {
         Ok(Peer::Name(_)) => Ok(text.to_owned()),
         Ok(_) => Err("a pin cannot be a certificate's name".to_owned()),
@@ -266,7 +266,7 @@ fn validity(params: &mut CertificateParams, days: u32) {
     params.not_after = now + Duration::days(i64::from(days));
 }
 
-fn make_directory(directory: &Path) -> Result<()> {
+pub(crate) fn make_directory(directory: &Path) -> Result<()> {
     if directory.exists() && fs::read_dir(directory)?.next().is_some() {
         bail!(
             "{} is not empty: nothing in it was changed; name a new directory",
@@ -281,7 +281,7 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
+pub(crate) fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     fs::OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -38,6 +38,11 @@ impl StatePath {
             .context("neither $XDG_STATE_HOME nor $HOME is set: give --state-dir")
     }
 
+    /// The directory on the command line, to pass on to another command.
+    pub(crate) fn given(&self) -> Option<&std::path::Path> {
+        self.state_dir.as_deref()
+    }
+
     /// The directory of IPsec records.
     pub(crate) fn ipsec_records(&self) -> Result<PathBuf> {
         Ok(self.directory()?.join(IPSEC_RECORDS))

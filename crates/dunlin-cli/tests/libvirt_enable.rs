@@ -2,115 +2,18 @@
 //! test, what they refuse, and that nothing is left. The libvirt rig tests migrations.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/etc.rs"]
+mod etc;
 mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::Command;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
-use dunlin_rig::need;
-use support::{Done, Hosts, finish, words};
-use tunnel::{Tunnel, control};
-
-const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
-
-/// Two hosts, each with directories of its own in place of /etc/dunlin, /etc/sysctl.d, /run and
-/// /var/lib/dunlin.
-struct Scene {
-    link: Link,
-    a: Host,
-    b: Host,
-    files: Hosts,
-}
-
-impl Scene {
-    fn new() -> Option<Self> {
-        if !need::hosts() {
-            return None;
-        }
-        let (a, b) = (Host::new("a").unwrap(), Host::new("b").unwrap());
-        let link = Link::new(&a, &b, &LinkOptions::default()).unwrap();
-        let files = Hosts::new();
-        for host in ["a", "b"] {
-            for directory in ["etc", "sysctl", "run", "state"] {
-                fs::create_dir_all(files.scratch.join(format!("host-{host}/{directory}"))).unwrap();
-            }
-        }
-        Some(Self { link, a, b, files })
-    }
-
-    fn host(&self, name: &str) -> &Host {
-        if name == "a" { &self.a } else { &self.b }
-    }
-
-    fn path(&self, host: &str, path: &str) -> PathBuf {
-        self.files.scratch.join(format!("host-{host}")).join(path)
-    }
-
-    /// A command on a host. `ip netns exec` gives it mounts of its own.
-    fn command(&self, host: &str, command: &Command) -> Command {
-        let mounts = [
-            ("etc", "/etc/dunlin"),
-            ("sysctl", "/etc/sysctl.d"),
-            ("state", "/var/lib/dunlin"),
-            ("run", "/run"),
-        ];
-        let mounts = mounts.map(|(from, to)| {
-            let from = self.path(host, from);
-            format!("mkdir -p {to} && mount --bind {} {to}", from.display())
-        });
-        let mut shell = Command::new("sh");
-        let script = format!("{} && exec \"$@\"", mounts.join(" && "));
-        shell.args(["-c", &script, "sh"]);
-        shell.arg(command.get_program()).args(command.get_args());
-        self.host(host).enter(&shell)
-    }
-
-    fn dunlin(&self, host: &str, line: &str) -> Command {
-        self.command(host, &words(line))
-    }
-
-    /// `libvirt enable` on a host, for the other host as peer.
-    fn enable(&self, host: &str, more: &str) -> Done {
-        let (peer, identity) = match host {
-            "a" => (&self.b, "b.test"),
-            _ => (&self.a, "a.test"),
-        };
-        let peer = self.link.address(peer, Family::V4);
-        let mut command = words("libvirt enable --qemu-conf /none --users root");
-        command.args(["--peer", &format!("{peer}={identity}")]);
-        command.arg("--identity").arg(self.files.scratch.join(host));
-        command.args(more.split_whitespace());
-        finish(self.command(host, &command))
-    }
-
-    fn tunnel(&self, host: &str) -> Tunnel {
-        let mut command = words("tunnel run --confine no --config /etc/dunlin/tunnel.toml");
-        command
-            .arg("--control")
-            .arg(control(&self.files).join(host));
-        Tunnel::follow(
-            self.command(host, &command),
-            self.path(host, "etc/tunnel.toml"),
-        )
-    }
-
-    fn reserved(&self, host: &str) -> String {
-        let mut cat = self.host(host).command("cat");
-        String::from_utf8(cat.arg(RESERVED).output().unwrap().stdout)
-            .unwrap()
-            .trim()
-            .to_owned()
-    }
-
-    fn rules(&self, host: &str) -> String {
-        let mut list = self.host(host).command("nft");
-        String::from_utf8(list.args(["list", "tables"]).output().unwrap().stdout).unwrap()
-    }
-}
+use dunlin_rig::hosts::Family;
+use etc::{GROUP, RESERVED, Scene};
+use support::{Done, finish, words};
 
 #[test]
 fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
@@ -241,4 +144,172 @@ fn enable_refuses_if_another_program_listens_on_the_ports() {
     assert!(!scene.path("a", "etc/tunnel.toml").exists());
     drop(held);
     assert_eq!(scene.enable("a", "").code, 0);
+}
+
+/// The addresses of a name with both families belong to one peer, also in the next `enable`.
+#[test]
+fn a_name_with_two_addresses_is_one_peer() {
+    let Some(scene) = Scene::new() else { return };
+    let enable = || {
+        let mut enable = words("libvirt enable --qemu-conf /none --users root --peer b.test");
+        enable.arg("--identity").arg(scene.files.scratch.join("a"));
+        finish(scene.command("a", &enable)).expect(0);
+        fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap()
+    };
+    let first = enable();
+    for family in [Family::V4, Family::V6] {
+        let peer = format!("\"{}\" = \"b.test\"", scene.link.address(&scene.b, family));
+        assert_eq!(first.matches(&peer).count(), 1, "{first}");
+    }
+    assert_eq!(enable(), first);
+}
+
+/// libvirt takes a name there, and the rules need an address.
+#[test]
+fn a_name_in_migration_address_needs_local() {
+    let Some(scene) = Scene::new() else { return };
+    let conf = scene.path("a", "etc/qemu.conf");
+    fs::write(&conf, "migration_address = \"a.test\"\n").unwrap();
+    let with_conf = |more: &str| {
+        let more = format!("{more} --qemu-conf /etc/dunlin/qemu.conf");
+        let mut enable = words("libvirt enable --users root --peer b.test");
+        enable.arg("--identity").arg(scene.files.scratch.join("a"));
+        enable.args(more.split_whitespace());
+        finish(scene.command("a", &enable))
+    };
+    let refused = with_conf("").expect(1);
+    assert!(refused.err.contains("migration_address") && refused.err.contains("--local"));
+    assert!(!scene.path("a", "etc/tunnel.toml").exists());
+    with_conf("--local 192.0.2.1").expect(0);
+    let written = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert!(written.contains("local = [\"192.0.2.1\"]"), "{written}");
+}
+
+/// All commands that `enable` and `disable` run use the same directory.
+#[test]
+fn the_state_directory_is_that_of_the_rules_too() {
+    let Some(scene) = Scene::new() else { return };
+    let elsewhere = "--state-dir /run/elsewhere";
+    scene.enable("a", elsewhere).expect(0);
+    for file in ["libvirt.json", "redirect.nft"] {
+        assert!(
+            scene.path("a", "run/elsewhere").join(file).exists(),
+            "{file}"
+        );
+    }
+    let empty = |path: &str| {
+        fs::read_dir(scene.path("a", path))
+            .unwrap()
+            .next()
+            .is_none()
+    };
+    assert!(empty("state"));
+    let disable = format!("libvirt disable {elsewhere}");
+    finish(scene.dunlin("a", &disable)).expect(0);
+    assert!(empty("run/elsewhere"));
+}
+
+/// The failure, and the host as it was before it.
+fn assert_undone(scene: &Scene, failed: &Done, config: Option<&str>, rules: bool) {
+    assert_eq!(failed.code, 1, "{failed:?}");
+    assert!(failed.err.contains("are as before"), "{}", failed.err);
+    let now = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).ok();
+    assert_eq!(now.as_deref(), config);
+    assert_eq!(scene.rules("a").contains("inet dunlin"), rules);
+    assert_eq!(scene.reserved("a"), if rules { "49152-49215" } else { "" });
+    for left in ["sysctl/60-dunlin-libvirt.conf", "state/libvirt.json"] {
+        assert_eq!(scene.path("a", left).exists(), rules, "{left}");
+    }
+}
+
+#[test]
+fn enable_undoes_all_if_the_ports_cannot_be_reserved() {
+    let Some(scene) = Scene::new() else { return };
+    let read_only = "mount --bind -o ro /etc/sysctl.d /etc/sysctl.d && mount -o remount,bind,ro \
+                     /etc/sysctl.d";
+    let failed = scene.enable_after("a", read_only, "");
+    assert_undone(&scene, &failed, None, false);
+    scene.enable("a", "").expect(0);
+}
+
+#[test]
+fn enable_undoes_all_if_the_units_cannot_be_started() {
+    let Some(scene) = Scene::new() else { return };
+    // A systemctl of a host on which no unit runs, and none can be enabled.
+    let calls = scene.path("a", "run/calls");
+    let bin = scene.files.scratch.join("bin");
+    fs::create_dir(&bin).unwrap();
+    let program = "#!/bin/sh\necho \"$*\" >>/run/calls\n[ \"$1\" = disable ]\n";
+    fs::write(bin.join("systemctl"), program).unwrap();
+    fs::create_dir_all(scene.path("a", "run/systemd/system")).unwrap();
+    let first = format!(
+        "chmod 755 {0}/systemctl && export PATH={0}:$PATH",
+        bin.display()
+    );
+
+    let failed = scene.enable_after("a", &first, "");
+    assert_undone(&scene, &failed, None, false);
+    let called = fs::read_to_string(&calls).unwrap();
+    assert!(
+        called.contains("\ndisable --now dunlin-redirect.service"),
+        "{called}"
+    );
+
+    // A further peer, on a host that is enabled: the rules of before return.
+    fs::remove_dir_all(scene.path("a", "run/systemd")).unwrap();
+    scene.enable("a", "").expect(0);
+    fs::create_dir_all(scene.path("a", "run/systemd/system")).unwrap();
+    let before = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    let failed = scene.enable_after("a", &first, "--peer 192.0.2.9=c.test");
+    assert_undone(&scene, &failed, Some(&before), true);
+    let mut list = scene.a.command("nft");
+    let rules = list
+        .args(["list", "table", "inet", "dunlin"])
+        .output()
+        .unwrap();
+    let rules = String::from_utf8(rules.stdout).unwrap();
+    assert!(!rules.contains("192.0.2.9"), "{rules}");
+}
+
+/// From `dunlin init` to a path with bytes, with one command on each host.
+#[test]
+fn the_identities_of_init_are_installed_for_the_services() {
+    let Some(scene) = Scene::new() else { return };
+    let hosts = scene.files.scratch.join("made");
+    let mut init = words("init a.test b.test --libvirt --out");
+    finish({
+        init.arg(&hosts);
+        init
+    })
+    .expect(0);
+    let private = fs::Permissions::from_mode(0o700);
+    fs::set_permissions(scene.path("a", "etc"), private).unwrap();
+    let enable = |host: &str, peer: &str, from: &str| {
+        let mut enable = words("libvirt enable --qemu-conf /none --users root --peer");
+        enable
+            .arg(peer)
+            .arg("--install-identity")
+            .arg(hosts.join(from));
+        finish(scene.command(host, &enable))
+    };
+    enable("b", "a.test", "b.test").expect(0);
+    let _far = scene.tunnel("b");
+    let first = enable("a", "b.test", "a.test").expect(0);
+    assert!(first.out.contains("GiB/s"), "{}", first.out);
+    for (file, mode) in [("", 0o750), ("key.pem", 0o640), ("cert.pem", 0o640)] {
+        let found = fs::metadata(scene.path("a", "etc").join(file)).unwrap();
+        assert_eq!((found.mode() & 0o777, found.gid()), (mode, GROUP), "{file}");
+    }
+    let config = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert!(config.contains("identity = \"/etc/dunlin\""), "{config}");
+    // The same again is no mistake; another identity is.
+    enable("a", "b.test", "a.test").expect(0);
+    let refused = enable("a", "b.test", "b.test").expect(1);
+    assert!(
+        refused.err.contains("/etc/dunlin/cert.pem"),
+        "{}",
+        refused.err
+    );
+    let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
+    assert_eq!(after, config);
 }

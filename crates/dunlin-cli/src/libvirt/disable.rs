@@ -6,11 +6,11 @@ use std::io::ErrorKind;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use super::config_file::write_file;
-use super::enable::{SYSCTL, record};
+use super::block;
+use super::files::write;
 use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
-use super::{block, reserved, sockets};
+use super::reserved::{self, SYSCTL};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::tunnel::Config;
@@ -48,12 +48,12 @@ impl Disable {
         let rest = block::remove(&text)?;
         let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
         if has_others {
-            write_file(config, &rest)?;
-            if !dunlin(&["redirect", "apply"], Some(config))?
+            write(config, &rest)?;
+            if !dunlin(&["redirect", "apply"], Some(config), Some(&self.state))?
                 .status
                 .success()
             {
-                write_file(config, &text)?;
+                write(config, &text)?;
                 bail!("the rules and the configuration are as before; the reason is above");
             }
             println!(
@@ -64,7 +64,7 @@ impl Disable {
             if self.force {
                 remove.push("--force");
             }
-            if !dunlin(&remove, None)?.status.success() {
+            if !dunlin(&remove, None, Some(&self.state))?.status.success() {
                 bail!("the rules stay in force, and nothing was changed; the reason is above");
             }
             println!("rules      removed: migrations are in the clear from now on");
@@ -83,7 +83,7 @@ impl Disable {
         match is_empty {
             true => fs::remove_file(config)
                 .with_context(|| format!("cannot remove {}", config.display()))?,
-            false => write_file(config, &rest)?,
+            false => write(config, &rest)?,
         }
         println!("restored   {}", config.display());
         if has_systemd() && !is_empty {
@@ -95,7 +95,7 @@ impl Disable {
 
     /// Gives the reserved ports back.
     fn release(&self) -> Result<()> {
-        let file = record(&self.state)?;
+        let file = Record::path(&self.state)?;
         if let Some(record) = Record::read(&file)? {
             let live = reserved::live()?;
             let mut setting = live.clone();

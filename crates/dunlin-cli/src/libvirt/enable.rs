@@ -1,21 +1,21 @@
 //! `dunlin libvirt enable`.
 
-use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use dunlin_ipsec::PortRange;
 use serde_json::Value;
 
-use super::config_file::{before, restore, write_file};
+use super::files::{read, write};
 use super::host::{self, NamedPeer};
 use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
 use super::qemu_conf::QemuConf;
 use super::record::Record;
-use super::sockets::Setup;
-use super::{block, reserved};
+use super::reserved::SYSCTL;
+use super::undo::Before;
+use super::{block, install, reserved};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::text::clean;
@@ -31,6 +31,10 @@ pub(crate) struct Enable {
     /// the first that is complete].
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
+    /// Copy this host's certificates from DIR, which `dunlin init` has written, to /etc/dunlin,
+    /// where the tunnel's service may read them.
+    #[arg(long, value_name = "DIR", conflicts_with = "identity")]
+    install_identity: Option<PathBuf>,
     /// The toolstack's ports, the same on all hosts [default: those of qemu.conf; Proxmox uses
     /// 60000-60050].
     #[arg(long, value_name = "A-B")]
@@ -100,34 +104,10 @@ impl Enable {
             println!("nothing was changed (--dry-run)");
             return Ok(DONE);
         }
-        let config = &self.config.config;
-        let before = before(config)?;
-        self.write(&before, &plan)?;
-        let tried = self.try_path();
-        if !matches!(tried, Ok(Tried::Works | Tried::Silent)) {
-            restore(config, before.as_deref())?;
-            tried?;
-            bail!(
-                "the path to a peer does not work, and the configuration is as before; the reason \
-                 is above"
-            );
-        }
-        if !dunlin(&["redirect", "apply"], Some(config))?
-            .status
-            .success()
-        {
-            restore(config, before.as_deref())?;
-            bail!(
-                "the rules cannot be applied, and the configuration is as before; the reason is \
-                 above"
-            );
-        }
-        println!(
-            "rules      in force: nothing but the tunnel reaches the ports of peers, or these here"
-        );
-        self.reserve(&plan)?;
-        start()?;
-        if matches!(tried, Ok(Tried::Silent)) {
+        let mut before = Before::take(&self.config.config, &self.state)?;
+        let tried = self.change(&plan, &mut before);
+        let tried = tried.or_else(|error| Err(before.restore(error)))?;
+        if tried == Tried::Silent {
             println!(
                 "\nA peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
                  host as --peer. Until then migrations to it fail, and the VMs stay. If it was \
@@ -140,20 +120,48 @@ impl Enable {
         Ok(DONE)
     }
 
-    fn setup(&self) -> Setup<'_> {
-        Setup {
-            peers: &self.peers,
-            identity: self.identity.as_deref(),
-            listen: &self.listen,
-            qemu_conf: &self.qemu_conf,
-            config: &self.config.config,
-            dry_run: self.dry_run,
+    /// Makes the changes.
+    fn change(&self, plan: &Plan, before: &mut Before) -> Result<Tried> {
+        let config = &self.config.config;
+        self.write(before.config(), plan)?;
+        let tried = self.try_path()?;
+        ensure!(
+            tried != Tried::Fails,
+            "the path to a peer does not work; the reason is above"
+        );
+        self.reserve(plan)?;
+        before.rules_follow();
+        let applied = dunlin(&["redirect", "apply"], Some(config), Some(&self.state))?;
+        ensure!(
+            applied.status.success(),
+            "the rules cannot be applied; the reason is above"
+        );
+        println!(
+            "rules      in force: nothing but the tunnel reaches the ports of peers, or these here"
+        );
+        before.units_follow();
+        start()?;
+        Ok(tried)
+    }
+
+    /// The directory of the certificates; with --install-identity, they are in place now.
+    fn identity(&self) -> Result<Option<&Path>> {
+        match &self.install_identity {
+            Some(from) if self.dry_run => Ok(Some(from)),
+            Some(from) => {
+                install::install(from)?;
+                Ok(Some(Path::new(install::PLACE)))
+            }
+            None => Ok(self.identity.as_deref()),
         }
     }
 
     fn plan(&self) -> Result<Plan> {
         let conf = QemuConf::read(&self.qemu_conf)?;
-        let (identity, summary) = host::identity(self.identity.as_deref())?;
+        let (identity, summary) = host::identity(self.identity()?)?;
+        if !self.dry_run {
+            install::let_services_read(&identity)?;
+        }
         let names: Vec<_> = summary.names.iter().map(ToString::to_string).collect();
         let ports = self.ports.unwrap_or(conf.ports);
         host::check_listeners(ports)?;
@@ -163,10 +171,12 @@ impl Enable {
             true => host::users(conf.user.as_deref()),
             false => self.users.clone(),
         };
-        let local = match (self.local.is_empty(), conf.address) {
-            (false, _) => self.local.clone(),
-            (true, Some(address)) => vec![address],
-            (true, None) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+        let local = match self.local.is_empty() {
+            false => self.local.clone(),
+            true => conf.listens_at()?.map_or_else(
+                || vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+                |address| vec![address],
+            ),
         };
         let (earlier, plain) = self.earlier()?;
         let mut peers = peers;
@@ -181,26 +191,7 @@ impl Enable {
             .plain_until
             .clone()
             .map(|day| (self.plain_from.clone(), day));
-        for key in host::unreadable_keys(&identity)
-            .iter()
-            .filter(|_| has_systemd())
-        {
-            println!(
-                "note       dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
-                 `chmod -R g+rX {}`, or add the group of the key to the service \
-                 (docs/tunnel/operation.md)",
-                key.display(),
-                identity.display(),
-                identity.display()
-            );
-        }
-        if let Some(host) = &conf.host {
-            println!(
-                "note       sources connect to {}, which migration_host names; it must be an \
-                 address of this host in the peers' configurations",
-                clean(host)
-            );
-        }
+        note(&conf, &identity);
         Ok(Plan {
             identity,
             names: names.join(", "),
@@ -216,7 +207,7 @@ impl Enable {
     /// The peers that an earlier `enable` wrote, and the hosts without Dunlin.
     fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<Plain>)> {
         let config = &self.config.config;
-        let Some(text) = before(config)?.filter(|text| block::is_in(text)) else {
+        let Some(text) = read(config)?.filter(|text| block::is_in(text)) else {
             return Ok((Vec::new(), None));
         };
         let parsed = Config::parse(config, &text)?;
@@ -242,7 +233,7 @@ impl Enable {
 
     /// Reserves the ports now and after a boot, and records what was reserved before.
     fn reserve(&self, plan: &Plan) -> Result<()> {
-        let file = record(&self.state)?;
+        let file = Record::path(&self.state)?;
         let live = reserved::live()?;
         let merged = reserved::with(&live, plan.ports);
         let mut record = Record::read(&file)?.unwrap_or_else(|| Record {
@@ -260,16 +251,16 @@ impl Enable {
         let text = format!(
             "# Written by `dunlin libvirt enable`.\nnet.ipv4.ip_local_reserved_ports = {merged}\n"
         );
-        fs::write(SYSCTL, text).with_context(|| format!("cannot write {SYSCTL}"))?;
+        write(Path::new(SYSCTL), &text)?;
         println!("reserved   ip_local_reserved_ports = {merged}");
         Ok(())
     }
 
     /// Writes the configuration.
-    fn write(&self, before: &Option<String>, plan: &Plan) -> Result<()> {
+    fn write(&self, before: Option<&str>, plan: &Plan) -> Result<()> {
         let config = &self.config.config;
         let created = || block::created(&plan.identity.display().to_string(), &self.listen);
-        let text = before.clone().unwrap_or_else(created);
+        let text = before.map_or_else(created, str::to_owned);
         let text = block::insert(&text, &plan.block())?;
         let rest = block::remove(&text)?;
         ensure!(
@@ -277,14 +268,12 @@ impl Enable {
             "{} has a [redirect.{NAME}] that this command has not written: rename it",
             config.display()
         );
-        write_file(config, &text)?;
-        let checked = dunlin(&["tunnel", "check"], Some(config))?;
-        if !checked.status.success() {
-            restore(config, before.as_deref())?;
-            bail!(
-                "the new configuration would be invalid, so the change was undone; the reason is above"
-            );
-        }
+        write(config, &text)?;
+        let checked = dunlin(&["tunnel", "check"], Some(config), None)?;
+        ensure!(
+            checked.status.success(),
+            "the new configuration would be invalid; the reason is above"
+        );
         println!("written    {}", config.display());
         Ok(())
     }
@@ -292,7 +281,7 @@ impl Enable {
     /// Sends bytes to each peer and back.
     fn try_path(&self) -> Result<Tried> {
         let words = ["tunnel", "check", "--connect", "--json"];
-        let tried = dunlin(&words, Some(&self.config.config))?;
+        let tried = dunlin(&words, Some(&self.config.config), None)?;
         let mut path = Tried::Works;
         for line in String::from_utf8_lossy(&tried.stdout).lines() {
             let line: Value = serde_json::from_str(line).context("a line of `tunnel check`")?;
@@ -313,6 +302,30 @@ impl Enable {
     }
 }
 
+/// Prints what the operator should check.
+fn note(conf: &QemuConf, identity: &Path) {
+    for key in host::unreadable_keys(identity)
+        .iter()
+        .filter(|_| has_systemd())
+    {
+        println!(
+            "note       dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
+             `chmod -R g+rX {}`, or add the group of the key to the service \
+             (docs/tunnel/operation.md)",
+            key.display(),
+            identity.display(),
+            identity.display()
+        );
+    }
+    if let Some(host) = &conf.host {
+        println!(
+            "note       sources connect to {}, which migration_host names; it must be an \
+             address of this host in the peers' configurations",
+            clean(host)
+        );
+    }
+}
+
 /// The result of the test of the peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tried {
@@ -326,8 +339,6 @@ enum Tried {
 
 /// The fault of a peer that does not answer.
 const UNREACHABLE: &str = "control-lost";
-/// The reserved ports after a boot.
-pub(super) const SYSCTL: &str = "/etc/sysctl.d/60-dunlin-libvirt.conf";
 
 /// What a line of `tunnel check` says.
 fn text_of(line: &Value) -> String {
@@ -391,11 +402,6 @@ impl Plan {
     }
 }
 
-/// The file of the record.
-pub(super) fn record(state: &StatePath) -> Result<PathBuf> {
-    Ok(state.directory()?.join("libvirt.json"))
-}
-
 /// Enables and starts the units, and lets a running tunnel read the configuration.
 fn start() -> Result<()> {
     if !has_systemd() {
@@ -410,8 +416,7 @@ fn start() -> Result<()> {
     words.extend(UNITS);
     ensure!(
         systemctl(&words)? && systemctl(&["reload-or-restart", "dunlin-tunnel.service"])?,
-        "the units cannot be started: see `journalctl -u dunlin-tunnel`; the rules are in force, \
-         so migrations fail until the tunnel runs"
+        "the units cannot be started: see `journalctl -u dunlin-tunnel`"
     );
     println!("units      {} are enabled and run", UNITS.join(", "));
     Ok(())

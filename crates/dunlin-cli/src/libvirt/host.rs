@@ -77,13 +77,18 @@ pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
     )
 }
 
+/// The group of the services; `None` if this host does not have it.
+pub(super) fn group() -> Option<u32> {
+    let groups = fs::read_to_string("/etc/group").unwrap_or_default();
+    groups.lines().find_map(|line| {
+        let line = line.strip_prefix(GROUP)?.strip_prefix(':')?;
+        line.split(':').nth(1)?.parse().ok()
+    })
+}
+
 /// The private keys in an identity's directory that the group of the units may not read.
 pub(super) fn unreadable_keys(identity: &Path) -> Vec<PathBuf> {
-    let groups = fs::read_to_string("/etc/group").unwrap_or_default();
-    let group = groups.lines().find_map(|line| {
-        let line = line.strip_prefix(GROUP)?.strip_prefix(':')?;
-        line.split(':').nth(1)?.parse::<u32>().ok()
-    });
+    let group = group();
     let is_readable = |path: &Path| {
         fs::metadata(path).is_ok_and(|found| {
             let mode = found.mode();

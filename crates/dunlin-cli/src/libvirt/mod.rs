@@ -2,9 +2,10 @@
 //! of docs/tunnel/redirect.md.
 //!
 //! ```text
-//!  enable: look up (host, qemu_conf) ─▶ reserved ports ─▶ configuration (block) ─▶ rules ─▶ units
-//!          ─▶ test of the path                                     ▲
-//!  disable: units ─▶ rules ─▶ configuration ─▶ reserved ports      └ restored if the rules fail
+//!  enable: look up (host, qemu_conf) ─▶ certificates (install) ─▶ configuration (block)
+//!          ─▶ test of the path ─▶ reserved ports ─▶ rules ─▶ units
+//!          a failure after the certificates restores all that follows them (undo)
+//!  disable: units ─▶ rules ─▶ configuration ─▶ reserved ports
 //! ```
 //!
 //! Or, without the packet filter, over unix sockets (`sockets`), which `migrate` opens for each
@@ -14,14 +15,16 @@ mod block;
 mod config_file;
 mod disable;
 mod enable;
+mod files;
 mod host;
-mod migrate;
+mod install;
 mod programs;
 mod qemu_conf;
 mod record;
 mod reserved;
 mod sockets;
 mod status;
+mod undo;
 
 use anyhow::Result;
 use clap::Subcommand;

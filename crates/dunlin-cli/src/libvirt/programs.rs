@@ -6,6 +6,8 @@ use std::process::{Command, Output, Stdio};
 use anyhow::{Context, Result};
 use clap::Args;
 
+use crate::state::StatePath;
+
 /// The name of the redirect that `enable` writes.
 pub(super) const NAME: &str = "libvirt";
 /// The units of a redirect, in the order in which they are started.
@@ -24,12 +26,19 @@ pub(super) struct ConfigPath {
 }
 
 /// Runs another subcommand of this program, with its standard error on that of this process.
-pub(super) fn dunlin(words: &[&str], config: Option<&Path>) -> Result<Output> {
+pub(super) fn dunlin(
+    words: &[&str],
+    config: Option<&Path>,
+    state: Option<&StatePath>,
+) -> Result<Output> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = Command::new(program);
     command.args(words).stderr(Stdio::inherit());
     if let Some(config) = config {
         command.arg("--config").arg(config);
+    }
+    if let Some(state) = state.and_then(StatePath::given) {
+        command.arg("--state-dir").arg(state);
     }
     let what = format!("cannot run dunlin {}", words.join(" "));
     command.output().context(what)
@@ -38,6 +47,17 @@ pub(super) fn dunlin(words: &[&str], config: Option<&Path>) -> Result<Output> {
 /// Whether systemd manages this host.
 pub(super) fn has_systemd() -> bool {
     Path::new("/run/systemd/system").is_dir()
+}
+
+/// Whether a unit runs, or is started at each boot.
+pub(super) fn is_in_use(unit: &str) -> bool {
+    ["is-enabled", "is-active"].iter().any(|question| {
+        let mut asked = Command::new("systemctl");
+        let asked = asked
+            .args(["--quiet", question, unit])
+            .stderr(Stdio::null());
+        asked.status().is_ok_and(|status| status.success())
+    })
 }
 
 /// Runs systemctl; returns whether it succeeded.

@@ -15,8 +15,8 @@ const PORTS: (u16, u16) = (49152, 49215);
 pub(super) struct QemuConf {
     /// `migration_port_min` and `migration_port_max`.
     pub(super) ports: PortRange,
-    /// `migration_address`: where QEMU listens for a migration; `None` for all addresses.
-    pub(super) address: Option<IpAddr>,
+    /// `migration_address`: where QEMU listens for a migration.
+    address: Option<String>,
     /// `migration_host`: the host that the destination names to the source.
     pub(super) host: Option<String>,
     /// `user`: the user of QEMU.
@@ -36,6 +36,22 @@ impl QemuConf {
         Self::parse(&text).with_context(|| format!("cannot use {}", path.display()))
     }
 
+    /// The address at which QEMU listens; `None` for all addresses.
+    ///
+    /// # Errors
+    /// `migration_address` is a host name.
+    pub(super) fn listens_at(&self) -> Result<Option<IpAddr>> {
+        let address = self.address.as_deref().map(|text| {
+            text.parse::<IpAddr>().map_err(|_| {
+                anyhow!(
+                    "migration_address = {text:?} in qemu.conf is not an address: write the \
+                     address at which QEMU listens, or give it with --local"
+                )
+            })
+        });
+        Ok(address.transpose()?.filter(|one| !one.is_unspecified()))
+    }
+
     fn parse(text: &str) -> Result<Self> {
         let set = settings(text);
         let port = |key: &str, usual: u16| match set.get(key) {
@@ -52,18 +68,9 @@ impl QemuConf {
             first <= last,
             "migration_port_min = {first} is above migration_port_max = {last}: correct them"
         );
-        let address = set.get("migration_address").map(|text| {
-            text.parse::<IpAddr>().map_err(|_| {
-                anyhow!(
-                    "migration_address = {text:?} is not an address: write the address at which \
-                     QEMU listens, or give it with --local"
-                )
-            })
-        });
-        let address = address.transpose()?;
         Ok(Self {
             ports: format!("{first}-{last}").parse()?,
-            address: address.filter(|address| !address.is_unspecified()),
+            address: set.get("migration_address").cloned(),
             host: set.get("migration_host").cloned(),
             user: set
                 .get("user")
@@ -107,7 +114,7 @@ mod tests {
                     user = \"+64055\"\n#user = \"root\"\ncgroup_controllers = [ \"cpu\" ]\n";
         let conf = QemuConf::parse(text).unwrap();
         assert_eq!(conf.ports, "50000-50010".parse().unwrap());
-        assert_eq!(conf.address, "10.77.0.1".parse().ok());
+        assert_eq!(conf.listens_at().unwrap(), "10.77.0.1".parse().ok());
         assert_eq!(conf.user.as_deref(), Some("64055"));
         assert_eq!(conf.host, None);
     }
@@ -116,9 +123,9 @@ mod tests {
     fn an_empty_file_has_libvirts_defaults() {
         let conf = QemuConf::parse("").unwrap();
         assert_eq!(conf.ports, "49152-49215".parse().unwrap());
-        assert_eq!(conf.address, None);
+        assert_eq!(conf.listens_at().unwrap(), None);
         let any = QemuConf::parse("migration_address = \"::\"").unwrap();
-        assert_eq!(any.address, None);
+        assert_eq!(any.listens_at().unwrap(), None);
     }
 
     #[test]
@@ -126,7 +133,6 @@ mod tests {
         for text in [
             "migration_port_min = 70000",
             "migration_port_min = many",
-            "migration_address = \"b.example\"",
             "migration_port_min = 50000\nmigration_port_max = 49999",
         ] {
             assert!(QemuConf::parse(text).is_err(), "{text}");

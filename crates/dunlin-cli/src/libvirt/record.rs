@@ -1,11 +1,14 @@
 //! What `disable` has to restore.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
-use std::path::Path;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+
+use crate::state::StatePath;
 
 /// Written by `enable`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +20,11 @@ pub(super) struct Record {
 }
 
 impl Record {
+    /// The file of the record.
+    pub(super) fn path(state: &StatePath) -> Result<PathBuf> {
+        Ok(state.directory()?.join("libvirt.json"))
+    }
+
     /// Reads the record; `None` if there is none.
     pub(super) fn read(path: &Path) -> Result<Option<Self>> {
         let text = match fs::read_to_string(path) {
@@ -30,7 +38,10 @@ impl Record {
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let what = || format!("cannot write {}", path.display());
         if let Some(directory) = path.parent() {
-            fs::create_dir_all(directory).with_context(what)?;
+            // The mode that journals require of their directory.
+            let mut builder = DirBuilder::new();
+            let made = builder.recursive(true).mode(0o700).create(directory);
+            made.with_context(what)?;
         }
         fs::write(path, serde_json::to_string(self)?).with_context(what)
     }

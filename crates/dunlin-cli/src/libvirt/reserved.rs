@@ -7,6 +7,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use dunlin_ipsec::PortRange;
 
+/// The setting after a boot.
+pub(super) const SYSCTL: &str = "/etc/sysctl.d/60-dunlin-libvirt.conf";
 pub(super) const LIVE: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
 /// The setting, with `ports` added: ranges in ascending order without overlaps.

@@ -26,13 +26,9 @@ impl Status {
             );
             return Ok(FAILED);
         }
-        let mut is_applied = true;
-        if !sockets::is_in(&text) {
-            let rules = dunlin(&["redirect", "show"], Some(config))?;
-            print!("{}", String::from_utf8_lossy(&rules.stdout));
-            is_applied = rules.status.success();
-        }
-        let status = dunlin(&["status"], None)?;
+        let rules = dunlin(&["redirect", "show"], Some(config), None)?;
+        print!("{}", String::from_utf8_lossy(&rules.stdout));
+        let status = dunlin(&["status"], None, None)?;
         let status = String::from_utf8_lossy(&status.stdout).into_owned();
         print!("{status}");
         let runs = status.lines().any(|line| line.starts_with("tunnel "));
