@@ -20,7 +20,8 @@ mod libvirt;
 mod line;
 mod log;
 mod options;
-mod output;
+#[cfg(test)]
+mod pages;
 mod pki;
 mod process;
 mod redirect;
