@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`.
-.PHONY: demo test soak newcomer audit check bench fuzz book
+.PHONY: demo test soak newcomer audit check bench fuzz book package
 
 demo:
 	@tools/packages build
@@ -13,6 +13,11 @@ test:
 soak:
 	@tools/packages build test
 	@tools/test soak
+
+# docs/install.md describes the packages.
+package:
+	@tools/packages build package
+	cargo xtask package
 
 # Follows the README on a bare Debian, as a newcomer would. Needs root; slow.
 newcomer:

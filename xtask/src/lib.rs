@@ -3,6 +3,7 @@
 //! - [`mod@bench`]: benchmarks of Dunlin and other programs.
 //! - [`book`]: checks the links of the pages and builds the book.
 //! - [`kernel`]: runs tests under Debian's kernels, in virtual machines.
+//! - [`package`]: builds a Debian package and an archive.
 //! - [`programs`]: runs test programs in parallel.
 //! - [`tables`]: writes the tables with measurements into the pages, from the kept results.
 //! - [`words`]: finds retired words in code and pages.
@@ -12,6 +13,7 @@
 pub mod bench;
 pub mod book;
 pub mod kernel;
+pub mod package;
 pub mod programs;
 pub mod tables;
 pub mod words;
@@ -24,6 +26,7 @@ use dunlin_rig::debian::DebianError;
 
 use self::bench::Bench;
 use self::kernel::KernelOptions;
+use self::package::PackageOptions;
 use self::programs::TestOptions;
 use self::tables::TablesOptions;
 use self::tables::keep::KeepOptions;
@@ -45,6 +48,9 @@ enum Chore {
     Bench(Bench),
     /// Runs test programs in parallel, and those that measure time one by one.
     Test(TestOptions),
+    /// Builds a Debian package and an archive with the same files from the commit that is checked
+    /// out.
+    Package(PackageOptions),
     /// Checks the links of the pages, and builds the book of docs/ with mdBook.
     Book,
     /// Writes the tables with measurements into README and docs/benchmarking, from the kept
@@ -82,6 +88,7 @@ pub fn main() -> ExitCode {
         Chore::Kernel(options) => kernel::command(&options),
         Chore::Bench(bench) => bench::command(&bench),
         Chore::Test(options) => programs::command(&options),
+        Chore::Package(options) => package::command(&options),
         Chore::Book => book::command(),
         Chore::Tables(options) => tables::command(&options),
         Chore::Keep(options) => tables::keep::command(&options),

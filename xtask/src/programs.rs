@@ -30,7 +30,7 @@ const TUNNEL: &str = "tunnel";
 const HANDOFF: &str = "handoff";
 /// The packages that [`built`] builds with one call of cargo, because calls for different packages
 /// would build many crates twice.
-const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
+pub(crate) const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
 /// The number of longest-running programs that the summary lists.
 const LONGEST: usize = 8;
 

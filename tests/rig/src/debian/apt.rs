@@ -194,13 +194,13 @@ pub(super) fn output(command: &mut Command) -> Result<String, DebianError> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-struct Mirror {
-    uri: String,
+pub(super) struct Mirror {
+    pub(super) uri: String,
     keyrings: Vec<String>,
 }
 
 /// The mirror of the machine's own release, according to apt's own parser.
-fn mirror() -> Result<Mirror, DebianError> {
+pub(super) fn mirror() -> Result<Mirror, DebianError> {
     let about = fs::read_to_string("/etc/os-release").unwrap_or_default();
     let codename = about
         .lines()

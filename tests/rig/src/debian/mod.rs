@@ -3,6 +3,7 @@
 //! ```text
 //! target/rig/debian/
 //!     apt/bookworm/        a private apt: configuration, lists, empty package status
+//!     bare/RELEASE-NAMES/  a Debian with these packages, for tests of other packages
 //!     roots/SUITE-NAMES/   packages and everything they depend on, unpacked
 //!     kernels/VERSION/     a kernel, its configuration and modules, unpacked
 //! ```
@@ -16,6 +17,7 @@
 //! them once.
 
 mod apt;
+mod bare;
 mod kernel;
 mod libvirt;
 mod qemu;
@@ -26,6 +28,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+pub use bare::bare;
 pub use kernel::{Kernel, Which, cached_kernels, kernel};
 pub use libvirt::libvirt;
 pub use qemu::{Qemu, qemu};

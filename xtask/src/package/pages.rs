@@ -1,0 +1,70 @@
+//! The manual's pages and the completions of shells, which a test of the command writes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::commit::workspace;
+use super::programs::{output, run};
+use crate::programs::BUILT;
+
+#[derive(Deserialize)]
+struct Message {
+    executable: Option<PathBuf>,
+    target: Option<Target>,
+    profile: Option<Profile>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+    kind: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+/// Writes the pages into `directory`: `man` and `completions`.
+///
+/// # Errors
+/// The command's tests cannot be built.
+pub fn write(directory: &Path) -> Result<()> {
+    let mut cargo = crate::cargo();
+    cargo.args([
+        "test",
+        "--locked",
+        "--no-run",
+        "--message-format=json-render-diagnostics",
+    ]);
+    // As `cargo xtask test` builds it, so that no crate is built with other features.
+    cargo.args(BUILT).args(["--bin", "dunlin"]);
+    let built = output(cargo.current_dir(workspace()))?;
+    let program = built.lines().find_map(program);
+    let program = program.context("cargo has built no tests of dunlin")?;
+    if directory.exists() {
+        fs::remove_dir_all(directory)?;
+    }
+    fs::create_dir_all(directory)?;
+    let directory = fs::canonicalize(directory)?;
+    let mut write = Command::new(program);
+    write.args(["--quiet", "--exact", "pages::written"]);
+    // `CARGO_MANIFEST_DIR` and the like, which cargo sets for tests, are not used.
+    run(write.env("DUNLIN_PAGES", &directory))?;
+    let is_written = directory.join("man/dunlin.1").exists();
+    is_written
+        .then_some(())
+        .context("the test pages::written does not exist any more")
+}
+
+/// The tests of the binary `dunlin`, if the line of cargo's output reports them.
+fn program(line: &str) -> Option<PathBuf> {
+    let message: Message = serde_json::from_str(line).ok()?;
+    let target = message.target?;
+    let is_ours = target.name == "dunlin" && target.kind == ["bin"] && message.profile?.test;
+    message.executable.filter(|_| is_ours)
+}

@@ -1,0 +1,150 @@
+//! A bare Debian to install packages on: a file system over that of the cache, and namespaces of mounts
+//! and processes for each command. No service manager runs.
+#![allow(unreachable_pub, clippy::unwrap_used)]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use dunlin_rig::debian;
+use dunlin_rig::need;
+use dunlin_test_base::Scratch;
+use dunlin_test_base::need::or_skip;
+use xtask::package::RELEASE;
+
+/// Mounts the file system. The arguments are the scratch directory, the root below, and a script.
+const ENTER: &str = "set -e; cd \"$1\"
+mount --bind \"$2\" below
+mount -t overlay -o lowerdir=below,upperdir=upper,workdir=work none root
+mount -t proc none root/proc
+mount --rbind /dev root/dev
+mount -t sysfs none root/sys 2>/dev/null || mount --rbind /sys root/sys
+mount --bind run root/run
+mkdir -p root/shared
+mount --bind shared root/shared
+exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin HOME=/root TERM=dumb \\
+    DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 MANWIDTH=100 chroot root sh -c \"$3\"";
+
+/// A program in place of systemctl. It logs its arguments, and answers from a file which units run.
+const SYSTEMCTL: &str = "#!/bin/sh\ncase $2 in is-active) exec grep -qx \"$3\" /run/active ;; esac\n\
+                         echo \"$*\" >>/run/calls\n";
+
+/// Paths that change without the package.
+const CHANGING: [&str; 8] = [
+    "/dev",
+    "/proc",
+    "/shared",
+    "/sys",
+    "/tmp",
+    "/var/cache",
+    "/var/lib/dpkg",
+    "/var/log",
+];
+/// The files of users and groups, which stay as is usual in Debian, and caches of the linker.
+const USERS: [&str; 9] = [
+    "/etc/group",
+    "/etc/group-",
+    "/etc/gshadow",
+    "/etc/gshadow-",
+    "/etc/passwd",
+    "/etc/passwd-",
+    "/etc/shadow",
+    "/etc/shadow-",
+    "/etc/.pwd.lock",
+];
+
+pub struct Bare {
+    scratch: Scratch,
+    below: PathBuf,
+    /// /shared in the Debian.
+    pub shared: PathBuf,
+}
+
+impl Bare {
+    /// `None` without a network or without the permission to mount, which fails in CI.
+    pub fn new() -> Option<Self> {
+        let below = need::fetched(debian::bare(RELEASE, &["man-db", "systemd"]))?;
+        let scratch = Scratch::in_memory();
+        for folder in ["root", "below", "upper", "work", "shared", "run"] {
+            fs::create_dir(scratch.join(folder)).unwrap();
+        }
+        let shared = scratch.join("shared");
+        let bare = Self {
+            scratch,
+            below,
+            shared,
+        };
+        let tried = bare.command("true").output().unwrap();
+        let permitted = match tried.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&tried.stderr).into_owned()),
+        };
+        or_skip("permission to mount file systems", permitted)?;
+        Some(bare)
+    }
+
+    fn command(&self, script: &str) -> Command {
+        let mut unshare = Command::new("unshare");
+        unshare.args([
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            ENTER,
+            "sh",
+        ]);
+        unshare.arg(self.scratch.path()).arg(&self.below).arg(script);
+        unshare
+    }
+
+    /// Runs a script that succeeds, and returns its output.
+    pub fn run(&self, script: &str) -> String {
+        let done = self.command(script).output().unwrap();
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        let (out, err) = (text(&done.stdout), text(&done.stderr));
+        assert!(done.status.success(), "{script}: {out}{err}");
+        out
+    }
+
+    /// Lets the package's scripts believe that systemd runs these units.
+    pub fn fake_systemd(&self, active: &[&str]) {
+        fs::create_dir_all(self.scratch.join("run/systemd/system")).unwrap();
+        fs::write(self.scratch.join("run/active"), active.join("\n") + "\n").unwrap();
+        fs::write(self.shared.join("systemctl"), SYSTEMCTL).unwrap();
+        self.run("install -D -m 755 /shared/systemctl /usr/local/bin/systemctl");
+    }
+
+    pub fn no_systemd(&self) {
+        fs::remove_dir_all(self.scratch.join("run/systemd")).unwrap();
+        for file in ["active", "calls"] {
+            fs::remove_file(self.scratch.join("run").join(file)).unwrap();
+        }
+        self.run("rm /usr/local/bin/systemctl");
+    }
+
+    /// What systemctl was called with since the last time.
+    pub fn systemctl_calls(&self) -> Vec<String> {
+        let log = self.scratch.join("run/calls");
+        let calls = fs::read_to_string(&log).unwrap();
+        fs::write(&log, "").unwrap();
+        calls.lines().map(Into::into).collect()
+    }
+
+    /// All files with their modes, owners, sizes and targets, except those that change anyway.
+    pub fn files(&self) -> BTreeSet<String> {
+        let prune: Vec<_> = CHANGING
+            .iter()
+            .map(|path| format!("-path {path}"))
+            .collect();
+        let users: Vec<_> = USERS.iter().map(|path| format!("! -path {path}")).collect();
+        let script = format!(
+            "find / \\( {} \\) -prune -o {} -printf '%p %m %U %G %y %l\\n'",
+            prune.join(" -o "),
+            users.join(" ")
+        );
+        self.run(&script).lines().map(Into::into).collect()
+    }
+}
