@@ -302,7 +302,7 @@ fn the_identities_of_init_are_installed_for_the_services() {
     }
     let config = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
     assert!(config.contains("identity = \"/etc/dunlin\""), "{config}");
-    // The same again is no mistake; another identity is.
+    // The same identity may be installed again, and another one may not.
     enable("a", "b.test", "a.test").expect(0);
     let refused = enable("a", "b.test", "b.test").expect(1);
     assert!(

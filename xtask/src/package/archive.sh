@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes a Debian package and an archive of a tree, whose bytes depend on the files, their modes and EPOCH.
+# Makes a Debian package and an archive of a tree. Their bytes depend on the files, their modes and EPOCH.
 # Usage: archive.sh TREE OUT xz|none NAME EPOCH
 set -eu
 tree=$1 out=$2 compression=$3 name=$4 epoch=$5

@@ -22,7 +22,7 @@ pub struct Version {
 /// otherwise one that sorts before the next release, and by date.
 ///
 /// # Errors
-/// This is no clone.
+/// The workspace is not a git clone.
 pub fn version() -> Result<Version> {
     let number = env!("CARGO_PKG_VERSION");
     let epoch = git(&["log", "-1", "--format=%ct"])?;

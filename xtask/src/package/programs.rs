@@ -19,7 +19,7 @@ pub(super) fn output(command: &mut Command) -> Result<String> {
     Ok(text.trim_end().to_owned())
 }
 
-/// Runs a program whose output is for the user.
+/// Runs a program that writes for the user.
 pub(super) fn run(command: &mut Command) -> Result<()> {
     let name = format!("{command:?}");
     let status = command
