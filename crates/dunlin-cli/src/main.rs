@@ -32,6 +32,7 @@ mod text;
 mod timeline;
 mod tunnel;
 mod vm;
+mod watch;
 
 use std::process::ExitCode;
 

@@ -33,36 +33,36 @@ pub(super) enum Request {
 
 /// A session, and its SAs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct SessionLine {
-    peer: String,
-    local_address: Option<String>,
-    peer_address: Option<String>,
-    ports: Option<String>,
-    mode: Option<String>,
-    up: bool,
+pub(crate) struct SessionLine {
+    pub(crate) peer: String,
+    pub(crate) local_address: Option<String>,
+    pub(crate) peer_address: Option<String>,
+    pub(crate) ports: Option<String>,
+    pub(crate) mode: Option<String>,
+    pub(crate) up: bool,
     /// The session's process; `None` if a record of another release does not name it.
-    process: Option<u32>,
+    pub(crate) process: Option<u32>,
     /// Whether the session's process still maintains the session. If not, the process died or gave
     /// the session up.
-    kept: bool,
-    associations: Vec<AssociationLine>,
+    pub(crate) kept: bool,
+    pub(crate) associations: Vec<AssociationLine>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct AssociationLine {
-    direction: String,
+pub(crate) struct AssociationLine {
+    pub(crate) direction: String,
     /// For an SA of a CPU: that CPU, on the host that seals.
-    cpu: Option<u32>,
+    pub(crate) cpu: Option<u32>,
     /// For an SA of a connection: its ports at the sealing host and at the opening host.
-    connection: Option<(u16, u16)>,
-    spi: u32,
-    epoch: u32,
+    pub(crate) connection: Option<(u16, u16)>,
+    pub(crate) spi: u32,
+    pub(crate) epoch: u32,
     /// This counter and those below are `None` if another program removed the SA.
-    bytes: Option<u64>,
-    packets: Option<u64>,
-    replayed: Option<u32>,
-    outside_window: Option<u32>,
-    not_authentic: Option<u32>,
+    pub(crate) bytes: Option<u64>,
+    pub(crate) packets: Option<u64>,
+    pub(crate) replayed: Option<u32>,
+    pub(crate) outside_window: Option<u32>,
+    pub(crate) not_authentic: Option<u32>,
 }
 
 /// A sender's CPU and connection ports, as in JSON.
@@ -257,11 +257,20 @@ impl Which {
     }
 }
 
+/// The sessions of the process behind a control socket, answered within `limit`.
+pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<Vec<SessionLine>> {
+    Ok(ask_within(socket, Request::Status, limit)?.sessions)
+}
+
 fn ask(socket: &Path, request: Request) -> Result<Answer> {
     let limit = match request {
         Request::Status => STATUS_LIMIT,
         Request::Rekey | Request::Down => ANSWER_LIMIT,
     };
+    ask_within(socket, request, limit)
+}
+
+fn ask_within(socket: &Path, request: Request, limit: Duration) -> Result<Answer> {
     let mut client = Client::ask(socket, "keying session", &request, Some(limit))?;
     let answer: Answer = client.next()?.context(
         "the keying session's process closed the connection without an answer: it may have \

@@ -1,0 +1,177 @@
+//! Bytes per second between two snapshots.
+
+use std::collections::HashMap;
+
+use super::snapshot::{SessionLine, Snapshot};
+use crate::ipsec::AssociationLine;
+use crate::tunnel::line::TunnelLine;
+
+/// A direction of bytes, as this host sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    Sent,
+    Received,
+}
+
+/// A counter of bytes. The process is a part of the key: the counters of a process that took the
+/// place of another begin at 0, and give no rate.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Counter {
+    Session(u32, String),
+    Lane(u32, String, u16),
+    Route(u32, String, Direction),
+    Association(u32, String),
+}
+
+/// A counter's value, and the time of the value in seconds, by a clock of the counter's process.
+type Value = (u64, f64);
+
+/// The rates between two snapshots, in bytes per second.
+#[derive(Debug, Default)]
+pub(crate) struct Rates(HashMap<Counter, f64>);
+
+impl Rates {
+    /// The rates from `before` to `now`. A counter that is new or has a lower value than before has
+    /// no rate.
+    pub(crate) fn between(before: &Snapshot, now: &Snapshot) -> Self {
+        let earlier = counters(before, 0.0);
+        let seconds = now.at.saturating_duration_since(before.at).as_secs_f64();
+        let rate = |(counter, (bytes, at)): (Counter, Value)| {
+            let (bytes_before, at_before) = earlier.get(&counter)?;
+            let grown = bytes.checked_sub(*bytes_before)?;
+            let seconds = at - at_before;
+            (seconds > 0.0).then(|| (counter, grown as f64 / seconds))
+        };
+        Self(
+            counters(now, seconds)
+                .into_iter()
+                .filter_map(rate)
+                .collect(),
+        )
+    }
+
+    /// The rate at which a session's source sends, over all lanes.
+    pub(crate) fn session(&self, session: &SessionLine) -> Option<f64> {
+        self.get(&Counter::Session(session.live.as_ref()?.pid, session.key()))
+    }
+
+    /// The rate of one lane of a session's source.
+    pub(crate) fn lane(&self, session: &SessionLine, lane: u16) -> Option<f64> {
+        self.get(&Counter::Lane(
+            session.live.as_ref()?.pid,
+            session.key(),
+            lane,
+        ))
+    }
+
+    /// The rate of a route of a tunnel.
+    pub(crate) fn route(&self, tunnel: &TunnelLine, route: &str, way: Direction) -> Option<f64> {
+        self.get(&Counter::Route(tunnel.pid, route.to_owned(), way))
+    }
+
+    /// The rate of an SA of a session that belongs to the process.
+    pub(crate) fn association(&self, process: u32, one: &AssociationLine) -> Option<f64> {
+        self.get(&Counter::Association(process, key_of(one)))
+    }
+
+    fn get(&self, counter: &Counter) -> Option<f64> {
+        self.0.get(counter).copied()
+    }
+}
+
+/// All counters of a snapshot. `at` is the time for counters of processes that report no clock.
+fn counters(snapshot: &Snapshot, at: f64) -> HashMap<Counter, Value> {
+    let mut counters = HashMap::new();
+    for session in &snapshot.sessions {
+        let line = &session.line;
+        let Some(live) = &line.live else { continue };
+        let Some(migration) = &live.migration else {
+            continue;
+        };
+        let lanes = migration.progress.iter().flat_map(|one| &one.lanes);
+        let mut sum = 0;
+        for (lane, bytes) in lanes {
+            sum += bytes;
+            let counter = Counter::Lane(live.pid, line.key(), *lane);
+            counters.insert(counter, (*bytes, migration.seconds));
+        }
+        let counter = Counter::Session(live.pid, line.key());
+        counters.insert(counter, (sum, migration.seconds));
+    }
+    for tunnel in &snapshot.tunnels {
+        for route in &tunnel.routes {
+            for (way, bytes) in [
+                (Direction::Sent, route.read_bytes),
+                (Direction::Received, route.written_bytes),
+            ] {
+                let counter = Counter::Route(tunnel.pid, route.route.clone(), way);
+                counters.insert(counter, (bytes, tunnel.running_s));
+            }
+        }
+    }
+    for session in &snapshot.ipsec {
+        for one in &session.associations {
+            if let (Some(process), Some(bytes)) = (session.process, one.bytes) {
+                counters.insert(Counter::Association(process, key_of(one)), (bytes, at));
+            }
+        }
+    }
+    counters
+}
+
+/// Identifies an SA of a process.
+fn key_of(one: &AssociationLine) -> String {
+    format!("{} {:08x}", one.direction, one.spi)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::time::{Duration, Instant, SystemTime};
+
+    use serde_json::{Value, from_value, json};
+
+    use super::*;
+
+    /// A snapshot `at_s` seconds after the start, with a tunnel that has read `bytes`.
+    fn snapshot(start: Instant, at_s: u64, pid: u32, bytes: u64) -> Snapshot {
+        let mut route = json!({"route": "ram", "channels": 1, "closed": 0, "failed": 0,
+            "written_bytes": 7, "read_bytes_per_s": 0.0, "written_bytes_per_s": 0.0});
+        route["read_bytes"] = bytes.into();
+        let tunnel = json!({"name": "t", "pid": pid, "control": "", "address": "",
+            "running_s": at_s, "over_ms": 0.0, "routes": [route], "listeners": [], "peers": []});
+        let sa = json!({"direction": "out", "spi": 1, "epoch": 1, "bytes": bytes});
+        let ipsec: Value = json!({"peer": "b", "up": true, "process": pid, "kept": true,
+            "associations": [sa]});
+        Snapshot {
+            taken: SystemTime::now(),
+            at: start + Duration::from_secs(at_s),
+            sessions: Vec::new(),
+            tunnels: vec![from_value(tunnel).unwrap()],
+            ipsec: vec![from_value(ipsec).unwrap()],
+            silent: Vec::new(),
+            failures: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn only_a_counter_of_the_same_process_that_did_not_go_back_has_a_rate() {
+        let start = Instant::now();
+        let before = snapshot(start, 10, 1, 1000);
+        let rate = |now: &Snapshot| {
+            let rates = Rates::between(&before, now);
+            let sent = rates.route(&now.tunnels[0], "ram", Direction::Sent);
+            let sa = &now.ipsec[0].associations[0];
+            assert_eq!(rates.association(now.tunnels[0].pid, sa), sent);
+            sent
+        };
+        let later = snapshot(start, 12, 1, 5000);
+        assert_eq!(rate(&later), Some(2000.0));
+        let rates = Rates::between(&before, &later);
+        let received = rates.route(&later.tunnels[0], "ram", Direction::Received);
+        assert_eq!(received, Some(0.0));
+        assert_eq!(rate(&snapshot(start, 12, 1, 999)), None);
+        assert_eq!(rate(&snapshot(start, 12, 2, 5000)), None);
+        assert_eq!(rate(&snapshot(start, 10, 1, 5000)), None);
+    }
+}

@@ -1,0 +1,281 @@
+//! One state of all processes of this host.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Result;
+use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
+use dunlin::engine::vmm::FaultCode;
+use dunlin_lane::sync::lock;
+use serde::{Deserialize, Serialize};
+
+use crate::code::FAILED;
+use crate::ipsec;
+use crate::line::{FailedLine, StatusLine};
+use crate::options::{ControlPath, IPSEC, TUNNELS};
+use crate::state::{StatePath, hex};
+use crate::text::chained;
+use crate::tunnel::{self, line::TunnelLine};
+use crate::vm;
+
+/// Time limit for the answer of a process. A stopped process does not answer.
+pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Maximum number of processes that are asked at the same time. A host with more VMs gets their
+/// answers in turn.
+const ASKED_AT_ONCE: usize = 32;
+
+/// The sessions, tunnels and keying sessions of this host at one time.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    /// When the snapshot was complete, by this host's clock.
+    pub(crate) taken: SystemTime,
+    /// The same time on the monotonic clock, for rates.
+    pub(crate) at: Instant,
+    /// The sessions of the journals.
+    pub(crate) sessions: Vec<Session>,
+    pub(crate) tunnels: Vec<TunnelLine>,
+    /// The IPsec sessions of the processes `ipsec serve` and `ipsec up`.
+    pub(crate) ipsec: Vec<ipsec::SessionLine>,
+    /// The processes that did not answer in time.
+    pub(crate) silent: Vec<Silent>,
+    /// Why journals, or one journal, could not be read.
+    pub(crate) failures: Vec<FailedLine>,
+}
+
+/// A session, and what its process says.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) line: SessionLine,
+    /// What the journal says; `None` if only the session's process reported the session.
+    pub(crate) recorded: Option<Recorded>,
+}
+
+/// A session as the journal describes it.
+#[derive(Debug)]
+pub(crate) struct Recorded {
+    pub(crate) entry: Entry,
+    /// The record of `entry`.
+    pub(crate) record: Record,
+}
+
+/// A session as `dunlin status --json` prints it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SessionLine {
+    pub(crate) session: String,
+    pub(crate) role: String,
+    pub(crate) phase: String,
+    pub(crate) vm: String,
+    pub(crate) uuid: String,
+    pub(crate) peer: String,
+    pub(crate) attempt: u32,
+    /// `lives` or `died`.
+    pub(crate) process: String,
+    /// The control socket of the process that owns the VM.
+    pub(crate) owner: String,
+    pub(crate) started_ms: u64,
+    pub(crate) recorded_ms: u64,
+    /// Whether `dunlin resolve` has a question to settle.
+    pub(crate) resolvable: bool,
+    /// The status that the session's process reports, if it answers.
+    pub(crate) live: Option<StatusLine>,
+}
+
+impl SessionLine {
+    /// Identifies the session and the role of this host in it.
+    pub(crate) fn key(&self) -> String {
+        format!("{} {}", self.session, self.role)
+    }
+}
+
+/// A process that did not answer.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Silent {
+    /// `vm`, `tunnel` or `ipsec`.
+    pub(crate) kind: String,
+    pub(crate) control: String,
+    pub(crate) text: String,
+}
+
+/// A control socket, by the kind of its process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Target {
+    Vm(PathBuf),
+    Tunnel(PathBuf),
+    Ipsec(PathBuf),
+}
+
+/// The answer of a process.
+enum Answer {
+    Vm(Box<StatusLine>),
+    Tunnel(Box<TunnelLine>),
+    Ipsec(Vec<ipsec::SessionLine>),
+}
+
+impl Target {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Vm(path) | Self::Tunnel(path) | Self::Ipsec(path) => path,
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Vm(_) => "vm",
+            Self::Tunnel(_) => "tunnel",
+            Self::Ipsec(_) => "ipsec",
+        }
+    }
+
+    fn ask(&self, limit: Duration) -> Result<Answer> {
+        Ok(match self {
+            Self::Vm(path) => Answer::Vm(Box::new(vm::status(path, limit)?)),
+            Self::Tunnel(path) => Answer::Tunnel(Box::new(tunnel::status_within(path, limit)?)),
+            Self::Ipsec(path) => Answer::Ipsec(ipsec::status_within(path, limit)?),
+        })
+    }
+}
+
+impl Snapshot {
+    /// Reads the journals, and asks all processes at the same time; each has `limit` to answer.
+    pub(crate) fn take(state: &StatePath, control: &ControlPath, limit: Duration) -> Self {
+        let (mut sessions, failures) = read_journals(state);
+        let owners = sessions.iter().filter_map(Session::owner);
+        let mut targets: Vec<Target> = owners.map(Target::Vm).collect();
+        targets.extend(control.sockets_in(TUNNELS).into_iter().map(Target::Tunnel));
+        // With the socket of one process, that process is a tunnel.
+        if control.directory().is_some() {
+            targets.extend(control.sockets_in(IPSEC).into_iter().map(Target::Ipsec));
+        }
+        let (mut tunnels, mut ipsec, mut silent) = (Vec::new(), Vec::new(), Vec::new());
+        for (target, answer) in ask_all(&targets, limit) {
+            match answer {
+                Ok(Answer::Vm(status)) => {
+                    for session in &mut sessions {
+                        if session.owner().as_deref() == Some(target.path()) {
+                            session.line.live = Some((*status).clone());
+                        }
+                    }
+                }
+                Ok(Answer::Tunnel(line)) => tunnels.push(*line),
+                Ok(Answer::Ipsec(lines)) => ipsec.extend(lines),
+                Err(error) => silent.push(Silent {
+                    kind: target.kind().to_owned(),
+                    control: target.path().display().to_string(),
+                    text: chained(&error),
+                }),
+            }
+        }
+        Self {
+            taken: SystemTime::now(),
+            at: Instant::now(),
+            sessions,
+            tunnels,
+            ipsec,
+            silent,
+            failures,
+        }
+    }
+}
+
+/// Asks every process; returns the answers in the order of `targets`.
+fn ask_all(targets: &[Target], limit: Duration) -> Vec<(&Target, Result<Answer>)> {
+    let next = AtomicUsize::new(0);
+    let answers = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..targets.len().min(ASKED_AT_ONCE) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(target) = targets.get(index) else {
+                        break;
+                    };
+                    let answer = target.ask(limit);
+                    lock(&answers).push((index, target, answer));
+                }
+            });
+        }
+    });
+    let mut answers = answers.into_inner().unwrap_or_else(PoisonError::into_inner);
+    answers.sort_by_key(|(index, ..)| *index);
+    let answers = answers.into_iter();
+    answers
+        .map(|(_, target, answer)| (target, answer))
+        .collect()
+}
+
+/// The sessions of the journals, and the failures to read them.
+fn read_journals(state: &StatePath) -> (Vec<Session>, Vec<FailedLine>) {
+    let entries = match state.list() {
+        Ok(entries) => entries,
+        Err(error) => {
+            let failed = FailedLine::from(&error.context("cannot show sessions"));
+            return (Vec::new(), vec![failed]);
+        }
+    };
+    let (mut sessions, mut failures) = (Vec::new(), Vec::new());
+    for entry in entries {
+        match &entry.record {
+            Ok(Some(record)) => {
+                let record = record.clone();
+                sessions.push(Session::new(entry, record));
+            }
+            // The session has just started, or ended before its first record.
+            Ok(None) => {}
+            Err(why) => {
+                let text = format!(
+                    "the journal of session {} ({}) cannot be relied upon: {why}; keep the \
+                     file, and find out where the VM is before you run the VM anywhere",
+                    hex(&entry.session),
+                    entry.role.name()
+                );
+                failures.push(FailedLine::new(FaultCode::Journal, "", text, FAILED));
+            }
+        }
+    }
+    (sessions, failures)
+}
+
+impl Session {
+    fn new(entry: Entry, record: Record) -> Self {
+        let phase = match record.state {
+            State::Source(state) => state.name(),
+            State::Destination(state) => state.name(),
+        };
+        let line = SessionLine {
+            session: hex(&entry.session),
+            role: entry.role.name().to_owned(),
+            phase: phase.to_owned(),
+            vm: record.vm_name.clone(),
+            uuid: hex(&record.vm_uuid),
+            peer: record.peer.clone(),
+            attempt: record.attempt,
+            process: if entry.lives { "lives" } else { "died" }.to_owned(),
+            owner: record.owner.clone(),
+            started_ms: record.started_ms,
+            recorded_ms: record.written_ms,
+            resolvable: is_resolvable(&entry, &record),
+            live: None,
+        };
+        Self {
+            line,
+            recorded: Some(Recorded { entry, record }),
+        }
+    }
+
+    /// The control socket of the session's process, if the process is alive and has one.
+    fn owner(&self) -> Option<PathBuf> {
+        let line = &self.line;
+        (line.process == "lives" && !line.owner.is_empty()).then(|| PathBuf::from(&line.owner))
+    }
+}
+
+/// Whether `dunlin resolve` has a question to settle about the session.
+pub(crate) fn is_resolvable(entry: &Entry, record: &Record) -> bool {
+    let undecided = State::Source(SourceRecord::Committing);
+    let died = State::Source(SourceRecord::RanThenDied);
+    entry.role == Role::Source && (record.state == undecided || record.state == died)
+}
