@@ -314,6 +314,11 @@ pub(crate) struct MigrationLine {
     pub(crate) rate: Option<u64>,
     pub(crate) throttle: u8,
     pub(crate) progress: Option<ProgressLine>,
+    #[serde(default)]
+    pub(crate) lanes_lost: u32,
+    /// The newest iterations that have ended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) iterations: Vec<IterationLine>,
 }
 
 impl Line {

@@ -24,6 +24,7 @@ mod options;
 mod pages;
 mod pki;
 mod process;
+mod published;
 mod redirect;
 mod service;
 mod sessions;

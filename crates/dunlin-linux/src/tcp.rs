@@ -107,6 +107,37 @@ pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     }
 }
 
+/// What a connection has carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes of data that the peer has acknowledged.
+    pub acknowledged_bytes: u64,
+    /// Bytes of data that were received in order.
+    pub received_bytes: u64,
+    /// The number of segments that were sent again.
+    pub retransmits: u32,
+}
+
+/// Offset of `tcpi_bytes_acked`, which `tcpi_bytes_received` follows.
+const BYTES_ACKED_AT: usize = 120;
+
+/// Reads what a connection has carried (`TCP_INFO`, Linux 4.1).
+///
+/// # Errors
+/// An error from getsockopt(2).
+pub fn traffic(socket: impl AsFd) -> io::Result<Traffic> {
+    let (info, _) = info(socket)?;
+    let bytes = |at: usize| {
+        let field = info[at..].first_chunk();
+        field.map_or(0, |bytes| u64::from_ne_bytes(*bytes))
+    };
+    Ok(Traffic {
+        acknowledged_bytes: bytes(BYTES_ACKED_AT),
+        received_bytes: bytes(BYTES_ACKED_AT + 8),
+        retransmits: option::number(&info, offset_of!(libc::tcp_info, tcpi_total_retrans)),
+    })
+}
+
 /// Whether neither side has closed the connection (`tcpi_state` of `TCP_INFO`).
 ///
 /// # Errors
@@ -182,6 +213,7 @@ mod tests {
                 far.read_exact(&mut [0]).unwrap();
             }
             assert_eq!(sent_bytes(&near).unwrap(), 2);
+            assert_eq!(traffic(&far).unwrap().received_bytes, 2);
             assert!(incoming_cpu(&far).unwrap() < 4096);
         }
     }

@@ -15,7 +15,7 @@
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -34,7 +34,7 @@ use super::piece::{Piece, Pool};
 use super::rate::Pacer;
 use super::site::Site;
 use super::socket::Socket;
-use super::status::Status;
+use super::status::{LaneStatus, Status};
 use super::terms::Terms;
 use super::threads::Threads;
 use super::watched::WatchedSockets;
@@ -472,6 +472,7 @@ impl Hub {
     /// Reports that a lane is lost or cannot be opened.
     pub(super) fn lane_lost(&self, lane: u16, why: String) {
         let peer = self.terms.peer_name();
+        self.site.lanes_lost.fetch_add(1, Ordering::Relaxed);
         self.site.report(Event::LaneLost { lane, peer, why });
     }
 
@@ -515,16 +516,37 @@ impl Hub {
         let admitted = self.site.check_admitted(&self.terms.peer);
         let core = self.lock();
         let usage = core.trunk.usage();
-        Status {
+        let cutters = core.cutters.clone();
+        let mut status = Status {
             peer: self.terms.peer_name(),
             at: self.terms.lanes_at,
             channels: core.channels.routes(),
             lanes: core.cutters.len(),
+            by_lane: Vec::new(),
             held_bytes: usage.held,
             unacknowledged_bytes: usage.unacknowledged,
             rate: self.pacer.rate(),
             refused: admitted.err().map(|refused| refused.to_string()),
             trouble: core.trouble(),
-        }
+        };
+        // The kernel lets a query of a connection wait for a call that sends on the connection. The
+        // lanes must not wait with it.
+        drop(core);
+        let lanes = cutters.into_iter();
+        status.by_lane = lanes.map(|(key, cut)| lane_status(key, &cut)).collect();
+        status
+    }
+}
+
+fn lane_status((direction, lane): (Direction, u16), cut: &Canceller) -> LaneStatus {
+    let traffic = cut.traffic();
+    LaneStatus {
+        lane,
+        sends: direction == Direction::Out,
+        bytes: match direction {
+            Direction::Out => traffic.acknowledged_bytes,
+            Direction::In => traffic.received_bytes,
+        },
+        retransmits: traffic.retransmits,
     }
 }

@@ -99,6 +99,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::observe::Observer;
 
+use dunlin_lane::identity::Dated;
 use dunlin_lane::peers::{Peer, Peers};
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
@@ -121,8 +122,8 @@ pub use options::{
 };
 pub use probe::Probe;
 pub use rate::LEAST_RATE;
-pub use route::{Listen, RelayExit, Target};
-pub use status::{RouteStatus, Status};
+pub use route::{Listen, Ports, RelayExit, Target};
+pub use status::{LaneStatus, RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
 
@@ -411,6 +412,27 @@ impl Tunnel {
     pub fn refused_redirects(&self) -> Option<u64> {
         let refused = || self.site.strays.load(Ordering::Relaxed);
         (!lock(&self.gates).is_empty()).then(refused)
+    }
+
+    /// The number of lanes that were lost or could not be opened since the tunnel started.
+    pub fn lanes_lost(&self) -> u64 {
+        self.site.lanes_lost.load(Ordering::Relaxed)
+    }
+
+    /// The validity of each item in the identities of the tunnel: first of those for connections
+    /// that it dials, then of those for connections that it accepts.
+    pub fn validity(&self) -> Vec<Dated> {
+        let identities = self.site.identities();
+        let (dialled, accepted) = (&identities.connecting, &identities.accepting);
+        let mut dates = dialled.dates().to_vec();
+        dates.extend(
+            accepted
+                .dates()
+                .iter()
+                .filter(|one| !dialled.dates().contains(one))
+                .cloned(),
+        );
+        dates
     }
 
     /// The status of each trunk and of each relay's channel.

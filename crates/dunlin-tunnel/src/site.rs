@@ -55,6 +55,8 @@ pub(super) struct Site {
     dropped: AtomicUsize,
     /// The number of connections to the redirect port that no route takes.
     pub(super) strays: AtomicU64,
+    /// The number of lanes that were lost or could not be opened.
+    pub(super) lanes_lost: AtomicU64,
     pub(super) threads: Threads,
     /// Control lanes and relays that are being dialled.
     pub(super) dials: Dials,
@@ -85,6 +87,7 @@ impl Site {
             events,
             dropped: AtomicUsize::new(0),
             strays: AtomicU64::new(0),
+            lanes_lost: AtomicU64::new(0),
             threads: Threads::default(),
             dials: Dials::default(),
         }

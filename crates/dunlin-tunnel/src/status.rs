@@ -17,6 +17,8 @@ pub struct Status {
     pub channels: Vec<String>,
     /// The number of open lanes of both sides.
     pub lanes: usize,
+    /// What each of these lanes has carried; empty for a channel of a relay.
+    pub by_lane: Vec<LaneStatus>,
     /// Bytes that wait on this side for consumers.
     pub held_bytes: u64,
     /// Bytes sent and not acknowledged.
@@ -28,6 +30,20 @@ pub struct Status {
     /// The address and the reason if the last lane of a direction could not be opened, from either
     /// side.
     pub trouble: Option<String>,
+}
+
+/// An open lane of a trunk, and what its connection has carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneStatus {
+    /// The lane's number, which is unique within its direction.
+    pub lane: u16,
+    /// Whether this side sends on the lane.
+    pub sends: bool,
+    /// Bytes of the lane's direction on the connection, with TLS records and headers: sent and
+    /// acknowledged, or received.
+    pub bytes: u64,
+    /// The number of segments that this side sent again.
+    pub retransmits: u32,
 }
 
 /// A route on this side.

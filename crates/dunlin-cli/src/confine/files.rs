@@ -86,9 +86,11 @@ impl Rules {
     /// Opens the directories, which may need the process's privileges, and creates missing ones.
     /// With empty `identities`, every file may be read.
     pub(super) fn new(needs: &Needs, identities: &[PathBuf]) -> Result<Self> {
-        // No other user may write to the directories, whatever the umask.
-        make_directory(&needs.control, 0o755)?;
-        make_directory(&needs.journal, 0o700)?;
+        make_directory(&needs.control, 0o777)?;
+        make_directory(&needs.journal, 0o777)?;
+        if let Some(history) = &needs.history {
+            make_directory(history, 0o750)?;
+        }
         if needs.ipsec.is_some() {
             // Once confined, the process cannot create directories.
             make_directory(&needs.journal.join(IPSEC_RECORDS), 0o700)?;
@@ -191,6 +193,10 @@ fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<A
             read | AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ResolveUnix,
         ),
     ];
+    if let Some(history) = &needs.history {
+        let change = AccessFs::WriteFile | AccessFs::MakeReg | AccessFs::RemoveFile;
+        rules.push((vec![history.clone()], read | change));
+    }
     if identities.is_empty() {
         rules.push((owned(&["/"]), read));
     } else {

@@ -11,6 +11,8 @@ pub(crate) struct Needs {
     pub(crate) control: PathBuf,
     /// The directory of the process's journal.
     pub(crate) journal: PathBuf,
+    /// The directory of the history, to which the process adds entries.
+    pub(crate) history: Option<PathBuf>,
     /// A directory that the process removes when it ends.
     pub(crate) scratch: Option<PathBuf>,
     /// The directory of an identity that the process reloads.

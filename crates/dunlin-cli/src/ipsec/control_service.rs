@@ -262,6 +262,11 @@ pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<Vec<Sessio
     Ok(ask_within(socket, Request::Status, limit)?.sessions)
 }
 
+/// The sessions in the text of a status socket.
+pub(crate) fn parse_status(text: &str) -> Result<Vec<SessionLine>> {
+    Ok(serde_json::from_str::<Answer>(text)?.sessions)
+}
+
 fn ask(socket: &Path, request: Request) -> Result<Answer> {
     let limit = match request {
         Request::Status => STATUS_LIMIT,

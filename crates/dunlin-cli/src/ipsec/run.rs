@@ -34,6 +34,7 @@ use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
 use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
+use crate::published::StatusSocket;
 use crate::service::{Manager, ServiceEvent, cannot_listen, serve, start, wait_for};
 use crate::state::StatePath;
 use crate::text::chained;
@@ -208,6 +209,7 @@ impl Serve {
         wait_for(sender.clone(), ends, hang_ups, || ())?;
         let sessions = Sessions::Server(server);
         let held = Held::serve(&socket, "serve", sessions, blocked.clone(), sender)?;
+        let published = held.publish(&self.own.control)?;
         let signal = serve(events, &manager, "certificate", || {
             let (until, warnings) = accepting.reload()?;
             say(&format!("the new certificate is valid until {until}"));
@@ -218,6 +220,7 @@ impl Serve {
             say(&format!("{}: ending all sessions", signal.name()));
         }
         held.end()?;
+        drop(published);
         control::drain();
         Ok(blocked.code())
     }
@@ -282,12 +285,14 @@ impl Up {
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
         let sessions = Sessions::One(self.peer.clone(), session);
         let held = Held::serve(&socket, &self.peer, sessions, blocked.clone(), sender)?;
+        let published = held.publish(&self.own.control)?;
         let signal = next_signal(events.iter());
         if let Some(signal) = signal {
             manager.stopping();
             say(&format!("{}: ending the session", signal.name()));
         }
         let ended = held.end();
+        drop(published);
         control::drain();
         match ended {
             Err(error) if signal.is_none() => Err(anyhow!(error).context("the session ended")),
@@ -448,6 +453,26 @@ impl Held {
         Ok(held)
     }
 
+    /// Serves the status socket of this process until the result is dropped.
+    fn publish(self: &Arc<Self>, control: &ControlPath) -> Result<StatusSocket> {
+        let published = StatusSocket::bind(control, "ipsec");
+        let held = Arc::clone(self);
+        // An answer without floating-point numbers and maps can always be written as JSON.
+        published.serve(move || serde_json::to_string(&held.answer()).unwrap_or_default())?;
+        Ok(published)
+    }
+
+    fn answer(&self) -> Answer {
+        let sessions = lock(&self.sessions).lines();
+        Answer {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            failed: sessions.as_ref().err().map(chained),
+            sessions: sessions.unwrap_or_default(),
+            blocked: self.blocked.records(),
+        }
+    }
+
     /// Ends the sessions, or waits for a thread that is already ending them.
     fn end(&self) -> Result<(), ipsec::IpsecError> {
         let _ending = lock(&self.ending);
@@ -475,15 +500,7 @@ impl Service for Held {
                 }
             }
         }
-        let sessions = lock(&self.sessions).lines();
-        let answer = Answer {
-            name: self.name.clone(),
-            pid: std::process::id(),
-            failed: sessions.as_ref().err().map(chained),
-            sessions: sessions.unwrap_or_default(),
-            blocked: self.blocked.records(),
-        };
-        writeln!(connection, "{}", serde_json::to_string(&answer)?)?;
+        writeln!(connection, "{}", serde_json::to_string(&self.answer())?)?;
         Ok(())
     }
 

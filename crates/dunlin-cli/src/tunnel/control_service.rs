@@ -87,6 +87,9 @@ impl Request {
 /// other periods compute them from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
+/// Maximum number of items of identities in a status. More are left out.
+const MAX_CERTIFICATES: usize = 64;
+
 /// Serves a tunnel's control socket until the tunnel ends.
 pub(super) struct ControlService {
     tunnel: Weak<Tunnel>,
@@ -129,10 +132,11 @@ impl ControlService {
         self.tunnel.upgrade().context("the tunnel has ended")
     }
 
-    fn status(&self) -> Result<TunnelLine> {
+    /// The status, with rates over a period for which this function waits.
+    pub(super) fn status(&self, period: Duration) -> Result<TunnelLine> {
         let before = self.tunnel()?.routes();
         let begin = Instant::now();
-        thread::sleep(RATES_OVER);
+        thread::sleep(period);
         let tunnel = self.tunnel()?;
         let now = tunnel.routes();
         let over = begin.elapsed();
@@ -158,7 +162,23 @@ impl ControlService {
                 rules: self.rules.read(),
             }),
             peers: tunnel.status().iter().map(Into::into).collect(),
+            lanes_lost: tunnel.lanes_lost(),
+            certificates: tunnel
+                .validity()
+                .iter()
+                .take(MAX_CERTIFICATES)
+                .map(Into::into)
+                .collect(),
         })
+    }
+
+    /// The status for the status socket, without rates; empty if the tunnel has ended.
+    pub(super) fn report(&self) -> String {
+        let status = self.status(Duration::ZERO);
+        status.map_or_else(
+            |_| String::new(),
+            |line| Line::Tunnel(Box::new(line)).to_json(),
+        )
     }
 
     /// Directory of the sockets of listeners without a given address.
@@ -223,7 +243,7 @@ impl Service for ControlService {
     ) -> Result<()> {
         match request {
             Request::Status => {
-                let line = Line::Tunnel(Box::new(self.status()?));
+                let line = Line::Tunnel(Box::new(self.status(RATES_OVER)?));
                 send(connection, &line)
             }
             Request::Set {

@@ -1,6 +1,9 @@
 //! Status of a tunnel, as sent over its control socket and printed by `dunlin status --json`.
 
-use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
+use std::time::UNIX_EPOCH;
+
+use dunlin::lane::identity::Dated;
+use dunlin_tunnel::{LaneStatus, OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
 use crate::text::clean;
@@ -23,6 +26,24 @@ pub(crate) struct TunnelLine {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) redirect: Option<RedirectLine>,
     pub(crate) peers: Vec<PeerLine>,
+    /// The number of lanes that were lost or could not be opened.
+    #[serde(default)]
+    pub(crate) lanes_lost: u64,
+    /// The items of the tunnel's identities that expire.
+    #[serde(default)]
+    pub(crate) certificates: Vec<CertificateLine>,
+}
+
+/// An item of an identity that expires.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct CertificateLine {
+    /// `certificate`, `authority's certificate` or `revocation list`.
+    pub(crate) item: String,
+    pub(crate) path: String,
+    /// The item's position in that file, from zero.
+    pub(crate) position: usize,
+    /// The end of the validity, in seconds since 1970.
+    pub(crate) not_after_unix_s: u64,
 }
 
 /// A route, and its traffic since the tunnel started. The tunnel *reads* from this host's
@@ -115,6 +136,8 @@ pub(crate) struct PeerLine {
     pub(crate) channels: u64,
     /// Lanes of both directions.
     pub(crate) lanes: u64,
+    #[serde(default)]
+    pub(crate) by_lane: Vec<LaneLine>,
     /// Received bytes that local consumers have not read.
     pub(crate) held_bytes: u64,
     /// Sent bytes that the peer has not acknowledged.
@@ -128,6 +151,17 @@ pub(crate) struct PeerLine {
     /// The address and the reason if the last lane of a direction could not be opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) trouble: Option<String>,
+}
+
+/// An open lane of a trunk.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct LaneLine {
+    pub(crate) lane: u16,
+    /// `sent` or `received`.
+    pub(crate) direction: String,
+    /// Bytes on the connection, in the lane's direction.
+    pub(crate) bytes: u64,
+    pub(crate) retransmits: u32,
 }
 
 /// The path to a peer's tunnel, as `dunlin tunnel check --connect` found it.
@@ -186,6 +220,29 @@ impl RouteLine {
     }
 }
 
+impl From<&LaneStatus> for LaneLine {
+    fn from(lane: &LaneStatus) -> Self {
+        Self {
+            lane: lane.lane,
+            direction: if lane.sends { "sent" } else { "received" }.to_owned(),
+            bytes: lane.bytes,
+            retransmits: lane.retransmits,
+        }
+    }
+}
+
+impl From<&Dated> for CertificateLine {
+    fn from(dated: &Dated) -> Self {
+        let since = dated.not_after.duration_since(UNIX_EPOCH);
+        Self {
+            item: dated.item.to_string(),
+            path: dated.path.display().to_string(),
+            position: dated.position,
+            not_after_unix_s: since.unwrap_or_default().as_secs(),
+        }
+    }
+}
+
 impl From<&OnDemandListener> for ListenerLine {
     fn from(listener: &OnDemandListener) -> Self {
         let status = listener.status();
@@ -211,6 +268,7 @@ impl From<&Status> for PeerLine {
             at: status.at.to_string(),
             channels: status.channels.len() as u64,
             lanes: status.lanes as u64,
+            by_lane: status.by_lane.iter().map(Into::into).collect(),
             held_bytes: status.held_bytes,
             unacknowledged_bytes: status.unacknowledged_bytes,
             limit_bytes_per_s: status.rate,

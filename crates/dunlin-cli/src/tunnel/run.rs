@@ -31,6 +31,7 @@ use crate::ipsec::advice;
 use crate::line::Line;
 use crate::log::{self, Format, LogFlags, say};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
+use crate::published::StatusSocket;
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
@@ -75,6 +76,9 @@ impl Run {
         let listener = listener.transpose()?;
         let observer = |event: &Event| log_event(event);
         let socket = self.control_socket()?;
+        let published = socket
+            .as_ref()
+            .map(|_| StatusSocket::bind(&self.control, "tunnel"));
         // Confine the process before it starts threads, because existing threads would stay
         // unconfined.
         let control = socket
@@ -109,11 +113,11 @@ impl Run {
             )?),
             None => None,
         };
-        let address = tunnel.address().map(|address| address.to_string());
-        match &address {
-            Some(address) => println!("listening on {address}"),
-            None => println!("listening for no peers: this tunnel only connects"),
+        if let (Some(published), Some(service)) = (&published, &service) {
+            let service = Arc::clone(service);
+            published.serve(move || service.report())?;
         }
+        println!("listening on {}", tunnel.address());
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
         }

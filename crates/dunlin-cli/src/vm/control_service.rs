@@ -43,6 +43,8 @@ pub(crate) struct ControlService {
     /// Directory with records of the policies and SAs that this process installs for lanes
     /// over IPsec.
     pub(super) ipsec_records: PathBuf,
+    /// The directory of the history of migrations.
+    pub(super) history: Option<PathBuf>,
     state: Mutex<Now>,
     changed: Condvar,
     /// Path of this process's control socket.
@@ -119,11 +121,17 @@ pub(crate) enum Command {
 }
 
 impl ControlService {
-    pub(crate) fn new(json: bool, journal: Journal, ipsec_records: PathBuf) -> Arc<Self> {
+    pub(crate) fn new(
+        json: bool,
+        journal: Journal,
+        ipsec_records: PathBuf,
+        history: Option<PathBuf>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             json,
             journal,
             ipsec_records,
+            history,
             state: Mutex::default(),
             changed: Condvar::new(),
             owner: Mutex::default(),
@@ -244,6 +252,9 @@ impl ControlService {
             (DestinationEvent::Ready, Holds::Arriving(arriving)) => {
                 arriving.migration.phase = "switchover".into();
             }
+            (DestinationEvent::LaneLost { .. }, Holds::Arriving(arriving)) => {
+                arriving.migration.lanes_lost += 1;
+            }
             (DestinationEvent::Running { .. }, Holds::Arriving(arriving)) => {
                 arriving.migration.phase = COMMITTED.into();
             }
@@ -328,27 +339,14 @@ impl ControlService {
         }
     }
 
-    /// Where the VM of this process is, with the values of [`FailedLine::vm`].
-    pub(super) fn location(&self) -> &'static str {
-        let state = lock(&self.state);
-        match (&state.holds, &state.phase) {
-            (Holds::Waiting, _) => "",
-            (Holds::Arriving(arriving), _) if arriving.migration.phase == COMMITTED => {
-                "at-destination"
-            }
-            (Holds::Arriving(_), _) => "at-source",
-            (Holds::Vm(vm), _) if vm.vm().state() == VmState::Moved => "at-destination",
-            (_, Phase::Moving(moving)) if moving.is_committed() => "in-doubt",
-            (_, Phase::InDoubt { record, .. }) => match record {
-                Record::Held(own)
-                    if own.record().state == State::Source(SourceRecord::RanThenDied) =>
-                {
-                    "ran-then-died"
-                }
-                _ => "in-doubt",
-            },
-            (Holds::Vm(_), _) => "at-source",
-        }
+    /// The status for the status socket. A process without a VM is `waiting`.
+    pub(crate) fn report(&self) -> String {
+        let status = self.status().unwrap_or_else(|_| StatusLine {
+            pid: std::process::id(),
+            state: "waiting".into(),
+            ..StatusLine::default()
+        });
+        Line::Status(status).to_json()
     }
 
     /// Carries out a command, unless a migration or an unresolved doubt forbids it.

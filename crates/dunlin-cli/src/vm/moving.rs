@@ -17,6 +17,9 @@ use crate::line::{Line, MigrationLine};
 /// because a stopped follower must not stop the migration.
 const FOLLOWER_LINES: usize = 1024;
 
+/// Number of iterations that the status keeps, the newest.
+const SHOWN_ITERATIONS: usize = 32;
+
 /// Phase of a migration, on either side, in which it can no longer be cancelled.
 pub(super) const COMMITTED: &str = "committed";
 
@@ -84,6 +87,14 @@ impl Moving {
             Event::Paused => seen.line.phase = "switchover".into(),
             Event::Committing => seen.line.phase = COMMITTED.into(),
             Event::Progress(progress) => seen.line.progress = Some(progress.into()),
+            Event::LaneLost { .. } => seen.line.lanes_lost += 1,
+            Event::Iterated(iteration) => {
+                let iterations = &mut seen.line.iterations;
+                if iterations.len() == SHOWN_ITERATIONS {
+                    iterations.remove(0);
+                }
+                iterations.push(iteration.into());
+            }
             Event::Throttled { percent } => seen.line.throttle = *percent,
             _ => {}
         }

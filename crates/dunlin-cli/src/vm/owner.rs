@@ -30,6 +30,7 @@ use crate::identity::client_tls;
 use crate::line::{FailedLine, Line, MovedLine};
 use crate::log::{self, LogFlags};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
+use crate::published::history::{self, Finished};
 use crate::service::start;
 use crate::state::StatePath;
 use crate::timeline;
@@ -68,7 +69,9 @@ impl Own {
     pub(super) fn service(&self) -> Result<Arc<ControlService>> {
         self.log.start(None);
         let records = self.state.ipsec_records()?;
-        Ok(ControlService::new(self.json, self.state.open()?, records))
+        let history = history::directory(&self.control);
+        let journal = self.state.open()?;
+        Ok(ControlService::new(self.json, journal, records, history))
     }
 
     pub(super) fn memory(&self) -> HostOptions {
@@ -103,6 +106,7 @@ impl Own {
         let confined = self.confining.apply(&Needs {
             control: Needs::directory_of(socket),
             journal: self.state.directory()?,
+            history: history::directory(&self.control),
             scratch: self.until_stdin_closes.clone(),
             identity: identity.map(Path::to_owned),
             makes_sockets: identity.is_some(),
@@ -218,6 +222,18 @@ fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) 
     }
 }
 
+/// Adds a migration with this last line to the history.
+fn add_to_history(service: &ControlService, vm: &str, moving: &Moving, line: &Line) {
+    let migration = moving.line();
+    let finished = Finished::now("source", vm, &migration.peer, migration.seconds);
+    let finished = match line {
+        Line::Moved(moved) => finished.moved(moved),
+        Line::Failed(failed) => finished.failed(failed),
+        _ => return,
+    };
+    history::add(service.history.as_deref(), finished);
+}
+
 /// Starts a migration on its own thread.
 fn move_away(
     service: &Arc<ControlService>,
@@ -275,6 +291,7 @@ fn move_away(
         if timeline {
             for_thread.keep_timeline(timeline::end());
         }
+        add_to_history(&for_service, &vm.vm().config().name, &for_thread, &line);
         for_service.finish(&for_thread, line);
     });
     if let Err(error) = spawned {

@@ -24,6 +24,8 @@ use crate::control::{self, Socket};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit};
+use crate::published::StatusSocket;
+use crate::published::history::{self, Finished};
 use crate::service::{cannot_listen, start};
 use crate::text::{chained, clean};
 
@@ -63,10 +65,13 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
+        let published = StatusSocket::bind(&self.own.control, "vm");
         // Confine the process before it starts threads, because existing threads would keep their
         // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
+        let own = Arc::clone(&service);
+        published.serve(move || own.report())?;
         service.watch(signals)?;
         reload_at(hang_ups, self.own.json, &accepting)?;
         self.say(&Line::Listening {
@@ -130,7 +135,9 @@ impl Receive {
                 // The VM is at the source, which may try again. But a local failure that occurs
                 // before any source has connected would occur again, so it ends this process.
                 Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
-                    let FailedLine { text, .. } = (&error).into();
+                    let failed: FailedLine = (&error).into();
+                    add_to_history(&service, Err(&failed));
+                    let text = failed.text;
                     if service.ending().is_none() {
                         self.say(&Line::Rejected { text });
                     } else if service.is_arriving() {
@@ -142,6 +149,7 @@ impl Receive {
                 Err(error) => {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
+                    add_to_history(&service, Err(&failed));
                     self.say(&Line::Failed(failed));
                     // The VM may have run here for a moment, but never will again: the source keeps
                     // its copy until an operator decides.
@@ -174,6 +182,7 @@ impl Receive {
         } else {
             Vec::new()
         };
+        add_to_history(&service, Ok(received.guest_downtime));
         // Do this before the line below is printed, because a client that has read it may send
         // requests for the VM.
         service.hold(&vm);
@@ -235,6 +244,24 @@ impl Receive {
     fn say(&self, line: &Line) {
         line.say(self.own.json);
     }
+}
+
+/// Adds the arrival that has ended to the history: with the downtime as the guest saw it, or with
+/// the failure. An attempt that offered no VM is not added.
+fn add_to_history(service: &ControlService, how: Result<Option<Duration>, &FailedLine>) {
+    let Ok(status) = service.status() else {
+        return;
+    };
+    let Some(migration) = status.migration.filter(|_| !status.name.is_empty()) else {
+        return;
+    };
+    let (vm, peer) = (&status.name, &migration.peer);
+    let mut finished = Finished::now("destination", vm, peer, migration.seconds);
+    match how {
+        Ok(downtime) => finished.guest_downtime_ms = downtime.map(millis),
+        Err(failed) => finished = finished.failed(failed),
+    }
+    history::add(service.history.as_deref(), finished);
 }
 
 /// Reloads the identity at each SIGHUP. A session under way keeps the identity that it started

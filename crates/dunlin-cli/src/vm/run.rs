@@ -13,6 +13,7 @@ use crate::code::USAGE;
 use crate::control::Socket;
 use crate::line::Line;
 use crate::options::{GUESTS, named, parse_bytes};
+use crate::published::StatusSocket;
 use crate::sessions::left_behind;
 
 const BACKINGS: &[(&str, Backing)] = &[
@@ -103,6 +104,7 @@ impl Run {
         }
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.own.control.socket(&self.name)?, "a VM")?;
+        let published = StatusSocket::bind(&self.own.control, "vm");
         // Confine the process before it starts threads, because existing threads would keep their
         // privileges and their access to files.
         self.own.confine(&socket.path, None)?;
@@ -129,6 +131,8 @@ impl Run {
         };
         started.say(self.own.json);
         service.serve(&socket)?;
+        let own = Arc::clone(&service);
+        published.serve(move || own.report())?;
         service.keep(&vm)
     }
 }

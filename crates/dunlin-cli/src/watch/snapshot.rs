@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
 use dunlin::engine::vmm::FaultCode;
 use dunlin_lane::sync::lock;
@@ -14,8 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::FAILED;
 use crate::ipsec;
-use crate::line::{FailedLine, StatusLine};
+use crate::line::{FailedLine, Line, MigrationLine, StatusLine};
 use crate::options::{ControlPath, IPSEC, TUNNELS};
+use crate::published::{self, STATUS};
 use crate::state::{StatePath, hex};
 use crate::text::chained;
 use crate::tunnel::{self, line::TunnelLine};
@@ -23,6 +24,10 @@ use crate::vm;
 
 /// Time limit for the answer of a process. A stopped process does not answer.
 pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Maximum number of processes that are shown, because a member of the group may create any number
+/// of sockets in the directory.
+const MAX_PROCESSES: usize = 4096;
 
 /// Maximum number of processes that are asked at the same time. A host with more VMs gets their
 /// answers in turn.
@@ -35,7 +40,7 @@ pub(crate) struct Snapshot {
     pub(crate) taken: SystemTime,
     /// The same time on the monotonic clock, for rates.
     pub(crate) at: Instant,
-    /// The sessions of the journals.
+    /// The sessions of the journals, or those that processes have reported.
     pub(crate) sessions: Vec<Session>,
     pub(crate) tunnels: Vec<TunnelLine>,
     /// The IPsec sessions of the processes `ipsec serve` and `ipsec up`.
@@ -122,6 +127,18 @@ impl Target {
         }
     }
 
+    /// The process behind a status socket, by the socket's name; `None` for another name.
+    fn published(socket: PathBuf) -> Option<Self> {
+        let name = socket.file_name()?.to_str()?;
+        let (kind, _) = name.split_once('-')?;
+        match kind {
+            "vm" => Some(Self::Vm(socket)),
+            "tunnel" => Some(Self::Tunnel(socket)),
+            "ipsec" => Some(Self::Ipsec(socket)),
+            _ => None,
+        }
+    }
+
     fn kind(&self) -> &'static str {
         match self {
             Self::Vm(_) => "vm",
@@ -137,12 +154,29 @@ impl Target {
             Self::Ipsec(path) => Answer::Ipsec(ipsec::status_within(path, limit)?),
         })
     }
+
+    /// Reads a status socket; `None` if its process has died.
+    fn read(&self, limit: Duration) -> Result<Option<Answer>> {
+        let Some(text) = published::read(self.path(), limit)? else {
+            return Ok(None);
+        };
+        let answer = match self {
+            Self::Ipsec(_) => Answer::Ipsec(ipsec::parse_status(&text)?),
+            _ => match (self, serde_json::from_str(&text)?) {
+                (Self::Vm(_), Line::Status(status)) => Answer::Vm(Box::new(status)),
+                (Self::Tunnel(_), Line::Tunnel(line)) => Answer::Tunnel(line),
+                _ => bail!("unexpected status: the process may run another release"),
+            },
+        };
+        Ok(Some(answer))
+    }
 }
 
 impl Snapshot {
-    /// Reads the journals, and asks all processes at the same time; each has `limit` to answer.
+    /// Reads the journals, and asks the processes at their control sockets; each has `limit` to
+    /// answer.
     pub(crate) fn take(state: &StatePath, control: &ControlPath, limit: Duration) -> Self {
-        let (mut sessions, failures) = read_journals(state);
+        let (sessions, failures) = read_journals(state);
         let owners = sessions.iter().filter_map(Session::owner);
         let mut targets: Vec<Target> = owners.map(Target::Vm).collect();
         targets.extend(control.sockets_in(TUNNELS).into_iter().map(Target::Tunnel));
@@ -150,39 +184,83 @@ impl Snapshot {
         if control.directory().is_some() {
             targets.extend(control.sockets_in(IPSEC).into_iter().map(Target::Ipsec));
         }
-        let (mut tunnels, mut ipsec, mut silent) = (Vec::new(), Vec::new(), Vec::new());
-        for (target, answer) in ask_all(&targets, limit) {
+        let answers = at_once(&targets, |target| target.ask(limit));
+        let mut snapshot = Self {
+            sessions,
+            failures,
+            ..Self::empty()
+        };
+        for (target, answer) in targets.iter().zip(answers) {
             match answer {
                 Ok(Answer::Vm(status)) => {
-                    for session in &mut sessions {
+                    for session in &mut snapshot.sessions {
                         if session.owner().as_deref() == Some(target.path()) {
                             session.line.live = Some((*status).clone());
                         }
                     }
                 }
-                Ok(Answer::Tunnel(line)) => tunnels.push(*line),
-                Ok(Answer::Ipsec(lines)) => ipsec.extend(lines),
-                Err(error) => silent.push(Silent {
-                    kind: target.kind().to_owned(),
-                    control: target.path().display().to_string(),
-                    text: chained(&error),
-                }),
+                Ok(answer) => snapshot.add(answer),
+                Err(error) => snapshot.add_silent(target, &error),
             }
         }
+        snapshot
+    }
+
+    /// Reads the status sockets; each process has `limit` to answer. The sessions are those of
+    /// living VMs.
+    pub(crate) fn published(control: &ControlPath, limit: Duration) -> Self {
+        let mut targets: Vec<Target> = control
+            .sockets_in(STATUS)
+            .into_iter()
+            .filter_map(Target::published)
+            .collect();
+        targets.truncate(MAX_PROCESSES);
+        let answers = at_once(&targets, |target| target.read(limit));
+        let mut snapshot = Self::empty();
+        for (target, answer) in targets.iter().zip(answers) {
+            match answer {
+                Ok(Some(answer)) => snapshot.add(answer),
+                // The process has died.
+                Ok(None) => {}
+                Err(error) => snapshot.add_silent(target, &error),
+            }
+        }
+        snapshot
+    }
+
+    /// A snapshot of now, without content.
+    fn empty() -> Self {
         Self {
             taken: SystemTime::now(),
             at: Instant::now(),
-            sessions,
-            tunnels,
-            ipsec,
-            silent,
-            failures,
+            sessions: Vec::new(),
+            tunnels: Vec::new(),
+            ipsec: Vec::new(),
+            silent: Vec::new(),
+            failures: Vec::new(),
         }
+    }
+
+    fn add(&mut self, answer: Answer) {
+        match answer {
+            Answer::Vm(status) => self.sessions.extend(Session::reported(*status)),
+            Answer::Tunnel(line) => self.tunnels.push(*line),
+            Answer::Ipsec(lines) => self.ipsec.extend(lines),
+        }
+    }
+
+    fn add_silent(&mut self, target: &Target, error: &anyhow::Error) {
+        self.silent.push(Silent {
+            kind: target.kind().to_owned(),
+            control: target.path().display().to_string(),
+            text: chained(error),
+        });
     }
 }
 
-/// Asks every process; returns the answers in the order of `targets`.
-fn ask_all(targets: &[Target], limit: Duration) -> Vec<(&Target, Result<Answer>)> {
+/// Calls `ask` for every target, for several at the same time; returns the results in the order of
+/// `targets`.
+fn at_once<T: Sync, A: Send>(targets: &[T], ask: impl Fn(&T) -> A + Sync) -> Vec<A> {
     let next = AtomicUsize::new(0);
     let answers = Mutex::new(Vec::new());
     thread::scope(|scope| {
@@ -193,18 +271,16 @@ fn ask_all(targets: &[Target], limit: Duration) -> Vec<(&Target, Result<Answer>)
                     let Some(target) = targets.get(index) else {
                         break;
                     };
-                    let answer = target.ask(limit);
-                    lock(&answers).push((index, target, answer));
+                    let answer = ask(target);
+                    lock(&answers).push((index, answer));
                 }
             });
         }
     });
-    let mut answers = answers.into_inner().unwrap_or_else(PoisonError::into_inner);
-    answers.sort_by_key(|(index, ..)| *index);
-    let answers = answers.into_iter();
-    answers
-        .map(|(_, target, answer)| (target, answer))
-        .collect()
+    let answers = answers.into_inner();
+    let mut answers = answers.unwrap_or_else(PoisonError::into_inner);
+    answers.sort_by_key(|(index, _)| *index);
+    answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
 /// The sessions of the journals, and the failures to read them.
@@ -264,6 +340,39 @@ impl Session {
             line,
             recorded: Some(Recorded { entry, record }),
         }
+    }
+
+    /// The session of a VM's process that has reported its status. A VM that neither migrates nor is
+    /// in doubt has none.
+    fn reported(status: StatusLine) -> Option<Self> {
+        let migration = status.migration.clone();
+        if migration.is_none() && status.state != "in-doubt" {
+            return None;
+        }
+        let migration = migration.unwrap_or_else(|| MigrationLine {
+            role: "source".to_owned(),
+            phase: status.state.clone(),
+            ..MigrationLine::default()
+        });
+        let line = SessionLine {
+            session: String::new(),
+            role: migration.role,
+            phase: migration.phase,
+            vm: status.name.clone(),
+            uuid: status.uuid.clone(),
+            peer: migration.peer,
+            attempt: 0,
+            process: "lives".to_owned(),
+            owner: String::new(),
+            started_ms: 0,
+            recorded_ms: 0,
+            resolvable: status.state == "in-doubt",
+            live: Some(status),
+        };
+        Some(Self {
+            line,
+            recorded: None,
+        })
     }
 
     /// The control socket of the session's process, if the process is alive and has one.

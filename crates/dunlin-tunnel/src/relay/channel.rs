@@ -159,6 +159,7 @@ impl Channel {
             at: self.at,
             channels: vec![self.route.clone()],
             lanes: 1,
+            by_lane: Vec::new(),
             held_bytes: 0,
             // A socket that returns an error has failed, and has no unacknowledged bytes.
             unacknowledged_bytes: unacknowledged_bytes(&self.tls).unwrap_or(0),

@@ -30,6 +30,7 @@ pub use sender::{DataSender, Frame, FrameError, SendError};
 
 use super::handshake::{InKernel, Records};
 use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
+use dunlin_linux::tcp::{self, Traffic};
 
 /// The unit of a frame's payload. A larger guest page consists of several units.
 pub const PAGE_BYTES: usize = 4096;
@@ -95,6 +96,12 @@ impl Canceller {
         self.0.cancelled.store(true, Ordering::SeqCst);
         // This fails only if the connection has already ended, and that end also wakes the thread.
         let _ = self.0.stream.shutdown(Shutdown::Both);
+    }
+
+    /// What the lane's connection has carried; zeros if the kernel does not tell.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        tcp::traffic(&*self.0.stream).unwrap_or_default()
     }
 }
 

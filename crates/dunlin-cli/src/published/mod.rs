@@ -1,0 +1,13 @@
+//! What a process shows to members of a group that may do nothing else: its status, and the
+//! migrations that have ended.
+//!
+//! ```text
+//!  VM, tunnel, keying session ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status
+//!  VM                         ──▶ CONTROL/history/*.json       ──▶
+//! ```
+//! The sockets of this module take no requests, unlike control sockets ([`crate::control`]).
+
+pub(crate) mod history;
+mod socket;
+
+pub(crate) use socket::{STATUS, StatusSocket, read};

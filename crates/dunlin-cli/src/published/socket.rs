@@ -1,0 +1,141 @@
+//! Status sockets. A process writes its status to each client and closes the connection. It reads
+//! nothing from clients, so a client cannot change anything.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use dunlin_linux::poll::waker;
+use dunlin_linux::socket::{connect_unix, is_held, wait_readable};
+
+use crate::control::make_directory;
+use crate::log;
+use crate::options::ControlPath;
+use crate::service::start;
+use crate::text::chained;
+
+/// Subdirectory of the control directory for status sockets.
+pub(crate) const STATUS: &str = "status";
+
+/// Pause after each client. It limits the CPU time that clients can take from the process: a status
+/// takes less than 100 µs.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// How long a client that does not read may delay the next one. The status of most processes fits
+/// the buffer of the socket.
+const WRITE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Maximum length of a status.
+const STATUS_LIMIT_BYTES: usize = 8 << 20;
+
+/// The status socket of a process, if the process has one. Dropping it removes its file.
+pub(crate) struct StatusSocket(Option<Bound>);
+
+struct Bound {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl StatusSocket {
+    /// Binds the status socket of this process, which is of this kind. If that fails, or if the
+    /// control path names one socket, the process has no status socket.
+    pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
+        let Some(directory) = control.directory() else {
+            return Self(None);
+        };
+        let directory = directory.join(STATUS);
+        let bound = Bound::new(&directory, kind).with_context(|| {
+            format!(
+                "cannot create a socket in {}: `dunlin serve-status` does not show this process",
+                directory.display()
+            )
+        });
+        Self(bound.map_err(|error| log::warn([chained(&error)])).ok())
+    }
+
+    /// Writes the text that `report` returns to each client, from now on, one client at a time.
+    pub(crate) fn serve(&self, report: impl Fn() -> String + Send + 'static) -> Result<()> {
+        let Some(bound) = &self.0 else {
+            return Ok(());
+        };
+        let listener = bound.listener.try_clone()?;
+        start("status-socket", move || {
+            loop {
+                if let Ok((mut client, _)) = listener.accept() {
+                    let limited = client.set_write_timeout(Some(WRITE_LIMIT));
+                    // The client may be gone.
+                    let _ = limited.and_then(|()| client.write_all(report().as_bytes()));
+                }
+                thread::sleep(PAUSE);
+            }
+        })?;
+        Ok(())
+    }
+}
+
+impl Bound {
+    fn new(directory: &Path, kind: &str) -> Result<Self> {
+        make_directory(directory, 0o750)?;
+        remove_dead(directory)?;
+        let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
+        let listener = UnixListener::bind(&path)?;
+        // A new file in a directory with the set-group-ID bit belongs to the directory's group.
+        let by_group = fs::metadata(directory)?.mode() & 0o060;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600 | by_group))?;
+        Ok(Self { listener, path })
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // If that fails, the next process that binds a status socket removes the file.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Removes the sockets of processes that were killed.
+fn remove_dead(directory: &Path) -> Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if matches!(is_held(&path), Ok(false)) {
+            // Another process may have removed the file.
+            let _ = fs::remove_file(&path);
+        }
+    }
+    Ok(())
+}
+
+/// Reads the status behind a status socket; `None` if its process has died.
+///
+/// # Errors
+/// The status is not complete within `limit`, or too long.
+pub(crate) fn read(socket: &Path, limit: Duration) -> Result<Option<String>> {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound, WouldBlock};
+    let deadline = Instant::now() + limit;
+    let (_waker, stop) = waker()?;
+    let mut stream: UnixStream = match connect_unix(socket, deadline, &stop) {
+        Ok(stream) => stream,
+        Err(error) if matches!(error.kind(), ConnectionRefused | NotFound) => return Ok(None),
+        Err(error) => return Err(error).context("cannot connect"),
+    };
+    let (mut text, mut part) = (Vec::new(), vec![0; 64 << 10]);
+    loop {
+        if !wait_readable(&stream, deadline)? {
+            bail!("no answer: the process may be stopped");
+        }
+        match stream.read(&mut part) {
+            Ok(0) => return Ok(Some(String::from_utf8(text)?)),
+            Ok(length) => text.extend_from_slice(&part[..length]),
+            Err(error) if error.kind() == WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        if text.len() > STATUS_LIMIT_BYTES {
+            bail!("the status is longer than {STATUS_LIMIT_BYTES} bytes");
+        }
+    }
+}
