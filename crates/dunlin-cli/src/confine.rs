@@ -242,6 +242,25 @@ impl ConfiningService {
         })
     }
 
+    /// Like [`Confining::apply`], for a process that only reads the status sockets and the history
+    /// in `control`, and accepts connections at a listener that is open.
+    ///
+    /// # Errors
+    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
+    /// be in force.
+    pub(crate) fn reader(&self, control: &Path) -> Result<Line> {
+        let mut applied = Applied::new(self.confine);
+        if self.confine != Whether::No {
+            applied.take("privileges", keep_privileges(&[], "no privileges"))?;
+            applied.take(
+                "files",
+                files::Rules::reading(control).and_then(files::Rules::apply),
+            )?;
+            applied.take("system calls", calls::apply(calls::Work::Reader))?;
+        }
+        Ok(applied.line())
+    }
+
     fn apply(
         &self,
         (kept, left): (&[Capability], &str),

@@ -95,7 +95,7 @@ pub(crate) fn make_directory(directory: &Path, mode: u32) -> Result<()> {
 }
 
 /// Pause in accepting after descriptors or memory ran out.
-const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
+pub(crate) const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &AtomicBool) {
     let mut short = false;

@@ -224,6 +224,19 @@ pub(crate) struct DowntimeLine {
     pub(crate) resume_ms: f64,
 }
 
+impl DowntimeLine {
+    /// The name and the milliseconds of each part. The last pages and the state overlap.
+    pub(crate) fn parts(&self) -> [(&'static str, f64); 5] {
+        [
+            ("pause", self.pause_ms),
+            ("last-pages", self.last_pages_ms),
+            ("state", self.state_ms),
+            ("ready", self.ready_ms),
+            ("resume", self.resume_ms),
+        ]
+    }
+}
+
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct FailedLine {
     pub(crate) fault: String,

@@ -64,6 +64,8 @@ enum Command {
     Vm(vm::Command),
     /// List this host's migration sessions (under way or unresolved) and its tunnels.
     Status(sessions::Status),
+    /// Serve metrics and a status page over HTTP.
+    ServeStatus(watch::ServeStatus),
     /// Decide where a VM runs after its destination did not answer.
     Resolve(sessions::Resolve),
     /// Cancel a migration that is under way; the VM keeps running at the source.
@@ -136,6 +138,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
         Command::Status(status) => status.run(),
+        Command::ServeStatus(serve) => serve.run(),
         Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
         Command::Explain(explain) => explain.run(),

@@ -425,13 +425,12 @@ impl Tunnel {
         let identities = self.site.identities();
         let (dialled, accepted) = (&identities.connecting, &identities.accepting);
         let mut dates = dialled.dates().to_vec();
-        dates.extend(
-            accepted
-                .dates()
-                .iter()
-                .filter(|one| !dialled.dates().contains(one))
-                .cloned(),
-        );
+        for one in accepted.dates() {
+            let is_same = |other: &Dated| other.path == one.path && other.position == one.position;
+            if !dates.iter().any(is_same) {
+                dates.push(one.clone());
+            }
+        }
         dates
     }
 

@@ -202,6 +202,8 @@ pub(super) enum Work {
     },
     /// `handoff accept`.
     Handoff,
+    /// `serve-status`.
+    Reader,
 }
 
 /// Installs the filter for every thread.
@@ -210,6 +212,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     let besides = match work {
         Work::Guest { .. } => FOR_GUESTS,
         Work::Channels { .. } | Work::Handoff => FOR_CHANNELS,
+        Work::Reader => &[],
     };
     let records = match work {
         Work::Guest { ipsec: true, .. } => FOR_RECORDS,
@@ -224,7 +227,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
         } => &[libc::SYS_bind, libc::SYS_listen],
         // Lanes over IPsec bind their source ports.
         Work::Guest { ipsec: true, .. } => &[libc::SYS_bind],
-        Work::Guest { .. } => &[],
+        Work::Guest { .. } | Work::Reader => &[],
     };
     for call in ALLOWED
         .iter()
@@ -277,7 +280,10 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
     // The argument combines the socket's type with flags, which the mask removes.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
-    let mut domains = vec![libc::AF_INET, libc::AF_INET6];
+    let mut domains = match work {
+        Work::Reader => Vec::new(),
+        _ => vec![libc::AF_INET, libc::AF_INET6],
+    };
     if !matches!(
         work,
         Work::Guest {
@@ -319,6 +325,7 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
         Work::Guest { .. } => (&REQUEST_TYPES, &GUEST_REQUESTS),
         Work::Channels { .. } => (&[], &CHANNEL_REQUESTS),
         Work::Handoff => (&[], &HANDOFF_REQUESTS),
+        Work::Reader => (&[], &[]),
     };
     let mut requests = Vec::new();
     for kind in types {

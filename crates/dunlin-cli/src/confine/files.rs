@@ -131,6 +131,27 @@ impl Rules {
         })
     }
 
+    /// Rules for a process that reads files and connects to local sockets below `directory`, and
+    /// does nothing else with files or TCP ports.
+    pub(super) fn reading(directory: &Path) -> Result<Self> {
+        let read = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::ResolveUnix;
+        let ruleset = || -> Result<RulesetCreated, RulesetError> {
+            Ruleset::default()
+                .set_compatibility(CompatLevel::BestEffort)
+                .handle_access(AccessFs::from_all(ALL))?
+                .handle_access(AccessFs::ResolveUnix)?
+                .handle_access(AccessNet::BindTcp | AccessNet::ConnectTcp)?
+                .scope(Scope::from_all(ALL))?
+                .create()?
+                .add_rules(path_beneath_rules([directory], read))
+        };
+        Ok(Self {
+            ruleset: ruleset().context("cannot create the Landlock rules")?,
+            newer: [&NEWER[..], &[(ABI::V4, "TCP ports")]].concat(),
+            files: "reading the status",
+        })
+    }
+
     /// Applies the rules to this thread and the threads that it starts.
     pub(super) fn apply(self) -> Result<Taken> {
         let status = self.ruleset.restrict_self()?;

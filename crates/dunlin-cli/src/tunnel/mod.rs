@@ -20,6 +20,7 @@ use clap::Subcommand;
 
 pub(crate) use config::Config;
 pub(crate) use config::redirect::{Listeners, PEER_PORT, Redirect, RedirectPeer, today};
+pub(crate) use config::socket::{parse_group, parse_mode};
 pub(crate) use config::table::{Port, parse_port, parse_server, socket_path};
 pub(crate) use redirected::look_up;
 pub(crate) use show::{show, status_within};

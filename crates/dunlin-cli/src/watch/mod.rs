@@ -1,11 +1,19 @@
 //! What the processes of this host report, for every command that shows it: `dunlin status`, `top`
 //! and `serve-status`.
 //!
-//! A [`Snapshot`] is what the journals and the control sockets say at one time. [`Rates`] are the
-//! bytes per second between two snapshots.
+//! A [`Snapshot`] is what the journals and the control sockets say at one time, or what the status
+//! sockets ([`crate::published`]) say. [`rates::Rates`] are the bytes per second between two
+//! snapshots. `source` makes samples of both, for `serve`, which serves them by `http`: as `page`,
+//! as JSON and as `metrics`, with the `totals` of ended migrations.
 
+mod http;
+mod metrics;
+mod page;
 mod rates;
+mod serve;
 mod snapshot;
+mod source;
+mod totals;
 
-pub(crate) use rates::{Direction, Rates};
+pub(crate) use serve::ServeStatus;
 pub(crate) use snapshot::{LIVE_LIMIT, Recorded, Session, Snapshot, is_resolvable};

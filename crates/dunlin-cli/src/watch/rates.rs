@@ -4,7 +4,6 @@ use std::collections::HashMap;
 
 use super::snapshot::{SessionLine, Snapshot};
 use crate::ipsec::AssociationLine;
-use crate::tunnel::line::TunnelLine;
 
 /// A direction of bytes, as this host sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,9 +63,9 @@ impl Rates {
         ))
     }
 
-    /// The rate of a route of a tunnel.
-    pub(crate) fn route(&self, tunnel: &TunnelLine, route: &str, way: Direction) -> Option<f64> {
-        self.get(&Counter::Route(tunnel.pid, route.to_owned(), way))
+    /// The rate of a route of a tunnel, which is this process.
+    pub(crate) fn route(&self, process: u32, route: &str, way: Direction) -> Option<f64> {
+        self.get(&Counter::Route(process, route.to_owned(), way))
     }
 
     /// The rate of an SA of a session that belongs to the process.
@@ -160,7 +159,7 @@ mod tests {
         let before = snapshot(start, 10, 1, 1000);
         let rate = |now: &Snapshot| {
             let rates = Rates::between(&before, now);
-            let sent = rates.route(&now.tunnels[0], "ram", Direction::Sent);
+            let sent = rates.route(now.tunnels[0].pid, "ram", Direction::Sent);
             let sa = &now.ipsec[0].associations[0];
             assert_eq!(rates.association(now.tunnels[0].pid, sa), sent);
             sent
@@ -168,7 +167,7 @@ mod tests {
         let later = snapshot(start, 12, 1, 5000);
         assert_eq!(rate(&later), Some(2000.0));
         let rates = Rates::between(&before, &later);
-        let received = rates.route(&later.tunnels[0], "ram", Direction::Received);
+        let received = rates.route(1, "ram", Direction::Received);
         assert_eq!(received, Some(0.0));
         assert_eq!(rate(&snapshot(start, 12, 1, 999)), None);
         assert_eq!(rate(&snapshot(start, 12, 2, 5000)), None);
