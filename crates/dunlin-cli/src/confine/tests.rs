@@ -380,6 +380,7 @@ fn inside() {
     let needs = Needs {
         control: directory.join("control"),
         journal: directory.join("journal"),
+        history: Some(directory.join("history")),
         scratch: None,
         identity: Some(directory.join("identity")),
         makes_sockets: parts != "run",

@@ -204,9 +204,9 @@ mod tests {
     fn the_newest_hundred_entries_are_kept_and_damaged_ones_are_ignored() {
         let scratch = Scratch::new();
         for ended_ms in 0..MAX_ENTRIES as u64 + 5 {
-            write(&scratch, &finished(ended_ms)).unwrap();
+            write(scratch.path(), &finished(ended_ms)).unwrap();
         }
-        let found = read(&scratch);
+        let found = read(scratch.path());
         assert_eq!(found.len(), MAX_ENTRIES);
         assert_eq!(found[0].1.ended_ms, 5);
         assert_eq!(found[99].1.ended_ms, 104);
@@ -216,10 +216,10 @@ mod tests {
         )
         .unwrap();
         fs::write(scratch.join("000000000000201-1.json"), vec![b' '; 20_000]).unwrap();
-        let found = read(&scratch);
+        let found = read(scratch.path());
         assert_eq!(found.last().unwrap().1.ended_ms, 104);
-        write(&scratch, &finished(300)).unwrap();
-        assert_eq!(entries(&scratch).unwrap().len(), MAX_ENTRIES);
+        write(scratch.path(), &finished(300)).unwrap();
+        assert_eq!(entries(scratch.path()).unwrap().len(), MAX_ENTRIES);
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
             code: 1,
         };
         let entry = Finished::now("source", &long, &long, f64::MAX).failed(&failed);
-        write(&scratch, &entry).unwrap();
-        assert_eq!(read(&scratch).len(), 1);
+        write(scratch.path(), &entry).unwrap();
+        assert_eq!(read(scratch.path()).len(), 1);
     }
 }

@@ -458,3 +458,6 @@ fn encode(mut encoder: MetricEncoder<'_>, kind: Kind, value: &Value) -> fmt::Res
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,6 @@
 //! `dunlin serve-status`: metrics and a status page over HTTP, by a process that has no access to
 //! keys, guest memory and control sockets.
 
-use std::io::Write;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;

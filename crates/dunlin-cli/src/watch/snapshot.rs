@@ -344,7 +344,7 @@ impl Session {
 
     /// The session of a VM's process that has reported its status. A VM that neither migrates nor is
     /// in doubt has none.
-    fn reported(status: StatusLine) -> Option<Self> {
+    pub(super) fn reported(status: StatusLine) -> Option<Self> {
         let migration = status.migration.clone();
         if migration.is_none() && status.state != "in-doubt" {
             return None;
