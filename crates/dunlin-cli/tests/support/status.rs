@@ -31,7 +31,6 @@ impl Page {
         command.arg(control).arg("--listen");
         command.arg(format!("unix:{}", socket.display()));
         let process = Process::start(command);
-        process.wait_for("listening on unix:");
         let confined = process.wait_for("confined: ");
         Self {
             process,
