@@ -11,7 +11,7 @@ test:
 
 # Runs the tests of `make test` with more repetitions, and the tests that are too long for it.
 soak:
-	@tools/packages build test
+	@tools/packages build test soak
 	@tools/test soak
 
 # docs/install.md describes the packages.

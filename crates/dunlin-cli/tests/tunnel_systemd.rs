@@ -237,12 +237,47 @@ fn the_units_are_valid() {
         "dunlin-tunnel.service",
         "dunlin-tunnel.socket",
         "dunlin-tunnel-ram.socket",
+        "dunlin-status.service",
     ]);
 }
 
 #[test]
 fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-tunnel.service");
+    Units::new().weigh("dunlin-status.service");
+}
+
+/// The group `dunlin` may read private keys, so the status page must not be in it.
+#[test]
+fn the_status_page_has_no_access_to_keys() {
+    let units = Units::new();
+    let lines = units.lines("dunlin-status.service");
+    for line in [
+        "DynamicUser=yes",
+        "Group=dunlin-status",
+        "InaccessiblePaths=-/etc/dunlin -/var/lib/dunlin",
+        "CapabilityBoundingSet=",
+        "PrivateNetwork=yes",
+    ] {
+        assert!(lines.iter().any(|one| one == line), "{line}");
+    }
+    assert!(
+        !lines
+            .iter()
+            .any(|one| one.starts_with("SupplementaryGroups"))
+    );
+    let groups = units.lines("dunlin-sysusers.conf");
+    assert!(
+        groups.iter().any(|line| line == "g dunlin-status -"),
+        "{groups:?}"
+    );
+    let directories = units.lines("dunlin-tmpfiles.conf");
+    for line in [
+        "d /run/dunlin/status 2770 root dunlin-status -",
+        "d /run/dunlin/history 2750 root dunlin-status -",
+    ] {
+        assert!(directories.iter().any(|one| one == line), "{line}");
+    }
 }
 
 /// Without these lines the service would run as root, and systemd-analyze would still accept it.

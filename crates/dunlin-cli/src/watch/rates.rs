@@ -16,7 +16,6 @@ pub(crate) enum Direction {
 /// place of another begin at 0, and give no rate.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Counter {
-    Session(u32, String),
     Lane(u32, String, u16),
     Route(u32, String, Direction),
     Association(u32, String),
@@ -49,12 +48,8 @@ impl Rates {
         )
     }
 
-    /// The rate at which a session's source sends, over all lanes.
-    pub(crate) fn session(&self, session: &SessionLine) -> Option<f64> {
-        self.get(&Counter::Session(session.live.as_ref()?.pid, session.key()))
-    }
-
     /// The rate of one lane of a session's source.
+    #[allow(dead_code, reason = "`dunlin top` shows it")]
     pub(crate) fn lane(&self, session: &SessionLine, lane: u16) -> Option<f64> {
         self.get(&Counter::Lane(
             session.live.as_ref()?.pid,
@@ -69,6 +64,7 @@ impl Rates {
     }
 
     /// The rate of an SA of a session that belongs to the process.
+    #[allow(dead_code, reason = "`dunlin top` shows it")]
     pub(crate) fn association(&self, process: u32, one: &AssociationLine) -> Option<f64> {
         self.get(&Counter::Association(process, key_of(one)))
     }
@@ -88,14 +84,10 @@ fn counters(snapshot: &Snapshot, at: f64) -> HashMap<Counter, Value> {
             continue;
         };
         let lanes = migration.progress.iter().flat_map(|one| &one.lanes);
-        let mut sum = 0;
         for (lane, bytes) in lanes {
-            sum += bytes;
             let counter = Counter::Lane(live.pid, line.key(), *lane);
             counters.insert(counter, (*bytes, migration.seconds));
         }
-        let counter = Counter::Session(live.pid, line.key());
-        counters.insert(counter, (sum, migration.seconds));
     }
     for tunnel in &snapshot.tunnels {
         for route in &tunnel.routes {

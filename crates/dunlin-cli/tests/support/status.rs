@@ -5,7 +5,6 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -105,9 +104,4 @@ pub fn answer(mut stream: impl Stream, bytes: &[u8]) -> (u16, String) {
     );
     assert!(!head.to_lowercase().contains("access-control"), "{head}");
     (code, body.to_owned())
-}
-
-/// A command with its standard output as text.
-pub fn text_of(command: &mut Command) -> String {
-    String::from_utf8(command.output().unwrap().stdout).unwrap()
 }

@@ -153,11 +153,14 @@ function figure(title, svg) {
 const captionOf = (svg) => svg.parentElement.firstElementChild.lastElementChild;
 
 function lanes(list, items) {
-  const sum = items.reduce((all, lane) => all + lane.value, 0);
+  // Each direction has its own shares.
+  const sums = {};
+  for (const lane of items) sums[lane.kind] = (sums[lane.kind] || 0) + lane.value;
   keyed(list, items, (lane) => lane.key,
     (lane) => make("li", {}, make("span", { text: lane.name }),
       make("span", { class: `track ${lane.kind}`, "aria-hidden": "true" }, make("i")), make("span")),
     (child, lane) => {
+      const sum = sums[lane.kind];
       const share = sum > 0 ? lane.value / sum * 100 : 0;
       child.children[1].firstElementChild.style.width = `${share.toFixed(1)}%`;
       setText(child.lastElementChild, `${share.toFixed(0)} %`);
@@ -190,7 +193,7 @@ function sessionCard() {
   const plots = card.children[2];
   plots.append(figure("Rate", plot("sent")), figure("Remaining", plot("received")));
   const iterations = draw("svg", { viewBox: "0 0 120 40", preserveAspectRatio: "none", role: "img" });
-  plots.append(figure("Sent and dirtied, by iteration", iterations));
+  plots.append(figure("Iterations", iterations));
   return card;
 }
 function updateSession(card, session) {
@@ -198,15 +201,16 @@ function updateSession(card, session) {
   const progress = progressOf(session);
   const away = session.role === "source";
   setText(card.querySelector("h3"), session.vm || "(not named yet)");
-  setText(card.querySelector(".soft"), `${away ? "to" : "from"} ${session.peer || "unknown"} · ${session.phase}`);
+  const other = session.peer ? `${away ? "to" : "from"} ${session.peer} · ` : "";
+  setText(card.querySelector(".soft"), other + session.phase);
   card.classList.toggle("attention", session.resolvable || isStalled(session) || migration.throttle >= 50);
-  const pairs = [["for", time(migration.seconds || 0)]];
+  const pairs = migration.phase ? [["for", time(migration.seconds)]] : [];
   if (progress) {
     pairs.push(["rate", rate(progress.bytes_per_s)], ["remaining", bytes(progress.remaining_bytes)],
       ["dirty", rate(progress.dirty_pages_per_s * 4096)], ["iteration", String(progress.iteration)],
-      ["downtime if now", progress.predicted_downtime_ms ? time(progress.predicted_downtime_ms / 1e3) : "unknown"]);
+      ["downtime now", progress.predicted_downtime_ms ? time(progress.predicted_downtime_ms / 1e3) : "unknown"]);
   } else if (session.live) pairs.push(["memory", bytes(session.live.memory_bytes)]);
-  if (migration.throttle) pairs.push(["guest slowed by", `${migration.throttle} %`]);
+  if (migration.throttle) pairs.push(["slowed by", `${migration.throttle} %`]);
   if (migration.rate) pairs.push(["capped at", rate(migration.rate)]);
   if (migration.lanes_lost) pairs.push(["lanes lost", String(migration.lanes_lost)]);
   facts(card.querySelector(".facts"), pairs);
@@ -234,8 +238,11 @@ function drawIterations(svg, all) {
     bar("wire", at * width + width * 0.08, one.wire_bytes),
     bar("dirtied", at * width + width * 0.5, one.dirtied_pages * 4096)]));
   const last = shown[shown.length - 1];
-  const text = last ? `${last.iteration}: ${bytes(last.wire_bytes)} and ${bytes(last.dirtied_pages * 4096)}` : "the first";
-  setText(captionOf(svg), text);
+  const caption = captionOf(svg);
+  if (!caption.firstElementChild) {
+    caption.append(make("span", { class: "swatch sent-key", "aria-hidden": "true" }), "sent",
+      make("span", { class: "swatch dirty-key", "aria-hidden": "true" }), "dirtied");
+  }
   svg.setAttribute("aria-label", last ? `Iteration ${last.iteration}: ${bytes(last.wire_bytes)} sent, ${bytes(last.dirtied_pages * 4096)} dirtied meanwhile` : "The first iteration is under way");
 }
 
@@ -305,9 +312,15 @@ function updateIpsec(card, session) {
 
 const PARTS = [["pause_ms", "pause"], ["last_pages_ms", "last pages"], ["state_ms", "state"], ["ready_ms", "ready"], ["resume_ms", "resume"]];
 
+let longest = 1;              // downtime in the list, in milliseconds
+
 function downtime(one, cell) {
   if (!one.downtime) return one.guest_downtime_ms === null ? "" : `${time(one.guest_downtime_ms / 1e3)}, by the guest`;
-  if (cell.firstElementChild) return undefined;
+  // The bars of all rows have the same scale.
+  if (cell.firstElementChild) {
+    cell.children[1].style.width = `${one.downtime.total_ms / longest * 100}%`;
+    return undefined;
+  }
   const parts = PARTS.map(([key, name]) => [name, one.downtime[key]]);
   const sum = parts.reduce((all, [, ms]) => all + ms, 0) || 1;
   const bar = make("span", { class: "parts", "aria-hidden": "true" });
@@ -318,6 +331,7 @@ function downtime(one, cell) {
   }
   const words = parts.map(([name, ms]) => `${name} ${time(ms / 1e3)}`).join(", ");
   bar.title = words;
+  bar.style.width = `${one.downtime.total_ms / longest * 100}%`;
   cell.append(make("span", { text: time(one.downtime.total_ms / 1e3) }), bar, make("span", { class: "hide", text: `: ${words}` }));
   return undefined;
 }
@@ -325,6 +339,7 @@ function updateHistory(all) {
   byId("no-history").hidden = all.length > 0;
   const parent = byId("history");
   parent.hidden = all.length === 0;
+  longest = Math.max(0.001, ...all.map((one) => (one.downtime ? one.downtime.total_ms : 0)));
   table(parent, null, [
     ["Ended", false, (one) => new Date(one.ended_ms).toLocaleString()],
     ["VM", false, (one, cell) => { cell.className = "key"; return one.vm; }],

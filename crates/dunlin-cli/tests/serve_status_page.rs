@@ -1,0 +1,133 @@
+//! The status page in a real browser: Chromium without a window, in the soak only.
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/status.rs"]
+mod status;
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+use status::Page;
+use support::process::Process;
+use support::{Hosts, Scratch, words};
+
+/// A page that has seen some samples: its document, and what the browser logged.
+fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
+    let profile = Scratch::new();
+    let mut browser = Command::new("chromium");
+    browser
+        // The tests run as root, for which Chromium has no sandbox.
+        .args([
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+        ])
+        .args([
+            "--virtual-time-budget=6000",
+            "--timeout=30000",
+            "--dump-dom",
+        ])
+        .arg(format!(
+            "--user-data-dir={}",
+            profile.join("profile").display()
+        ))
+        .args(flags)
+        .arg(address)
+        .current_dir(scratch);
+    let done = browser.output().expect("the package chromium");
+    assert!(done.status.success(), "{done:?}");
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (text(done.stdout), text(done.stderr))
+}
+
+#[test]
+fn a_browser_shows_the_page_and_reports_no_violation() {
+    if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
+        println!("left to the soak, which has a browser");
+        return;
+    }
+    let hosts = Hosts::new();
+    let source = hosts.run("from", "--guest process --memory 64M --fill-size 32M");
+    let destination = hosts.receive("b", "to", "");
+    let history = source.control.join("history");
+    let hostile = "<img src=x onerror=document.title='owned'>";
+    let downtime = json!({"guest_ms": 9.0, "total_ms": 9.0, "pause_ms": 1.0, "last_pages_ms": 4.0,
+        "state_ms": 2.0, "ready_ms": 1.5, "resume_ms": 0.5});
+    let entry = json!({"ended_ms": 1_700_000_000_000_u64, "role": "source", "vm": hostile,
+        "peer": hostile, "result": "moved", "total_s": 2.0, "wire_bytes": 5, "downtime": downtime});
+    fs::write(history.join("001700000000000-1.json"), entry.to_string()).unwrap();
+    let migration = hosts.begin(&source, &destination, "a", "--peer b.test --rate 2M");
+    migration.wait_for("progress");
+
+    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    command.arg(&source.control);
+    let process = Process::start(command);
+    let line = process.wait_for("listening on http://");
+    let address = line.trim_start_matches("listening on ").to_owned();
+    for flags in [
+        &["--window-size=1400,1000"][..],
+        &[
+            "--window-size=360,740",
+            "--force-dark-mode",
+            "--force-prefers-reduced-motion",
+        ],
+    ] {
+        let (dom, log) = browsed(hosts.scratch.path(), &address, flags);
+        for violation in ["Content Security Policy", "Uncaught", "TrustedHTML"] {
+            assert!(!log.contains(violation), "{log}");
+        }
+        assert!(dom.contains("<h3>vm</h3>"), "{dom}");
+        assert!(dom.contains("to 127.0.0.1:"), "{dom}");
+        assert!(dom.contains("lane 1"), "{dom}");
+        // The curve and its alternative for screen readers.
+        assert!(dom.contains("aria-label=\"Rate: now "), "{dom}");
+        assert!(dom.contains(": pause 1.0 ms, last pages 4.0 ms"), "{dom}");
+        // Names from peers are text.
+        assert!(!dom.contains("<img"), "{dom}");
+        assert!(dom.contains("&lt;img src=x"), "{dom}");
+        assert!(!dom.contains("<title>owned"), "{dom}");
+    }
+    migration.signal("INT");
+}
+
+/// What a browser needs to find in the page, without a browser.
+#[test]
+fn the_page_is_one_file_with_text_for_every_part() {
+    let scratch = Scratch::new();
+    let page = Page::start(scratch.path());
+    let html = page.get("/");
+    for part in [
+        "<html lang=\"en\">",
+        "name=\"viewport\"",
+        "aria-live=\"polite\"",
+        "prefers-color-scheme: dark",
+        "prefers-reduced-motion",
+        "scope: \"col\"",
+        ":focus-visible",
+    ] {
+        assert!(html.contains(part), "{part}");
+    }
+    // Each heading names its section.
+    let labels = html.split("aria-labelledby=\"").skip(1);
+    let labels: Vec<_> = labels.map(|rest| rest.split('"').next().unwrap()).collect();
+    assert!(labels.len() >= 6, "{labels:?}");
+    for label in labels {
+        assert!(html.contains(&format!("<h2 id=\"{label}\">")), "{label}");
+    }
+    // Every element that the script looks up is there.
+    let looked_up = html.split("byId(\"").skip(1);
+    for id in looked_up.map(|rest| rest.split('"').next().unwrap()) {
+        assert!(html.contains(&format!("id=\"{id}\"")), "{id}");
+    }
+    let status: Value = page.status();
+    for key in [
+        "host", "sessions", "tunnels", "ipsec", "silent", "history", "taken_ms", "version",
+    ] {
+        assert!(!status[key].is_null(), "{key}");
+        assert!(html.contains(key), "{key}");
+    }
+}
