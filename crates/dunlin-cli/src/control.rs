@@ -5,19 +5,19 @@
 //! [`Client`]. The socket accepts only root and the user of its process.
 
 use std::fs;
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail};
 use dunlin_lane::sync::lock;
-use dunlin_linux::local;
-use dunlin_linux::socket::{is_held, own_user, peer_user};
+use dunlin_linux::poll::waker;
+use dunlin_linux::socket::{connect_unix, is_held, own_user, peer_user};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -211,8 +211,14 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
 }
 
-/// Maximum length of a line of an answer. The longest is a timeline, of at most a few MiB.
-const ANSWER_LINE_BYTES: u64 = 64 << 20;
+/// Connects to a control socket. A stopped process accepts nothing, and a plain connect would wait
+/// without a limit once its backlog is full.
+fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
+    let (_waker, stop) = waker()?;
+    let stream = connect_unix(socket, Instant::now() + limit, &stop)?;
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
 
 /// Suffix of the error for an unexpected answer.
 const UNEXPECTED: &str = "sent an unexpected answer: it may run another release";
@@ -232,7 +238,11 @@ impl Client {
         request: &impl Serialize,
         limit: Option<Duration>,
     ) -> Result<Self> {
-        let mut stream = UnixStream::connect(socket).map_err(|error| {
+        let connected = match limit {
+            Some(limit) => connect_within(socket, limit),
+            None => UnixStream::connect(socket),
+        };
+        let mut stream = connected.map_err(|error| {
             let at = socket.display();
             let what = match error.kind() {
                 ErrorKind::PermissionDenied => {

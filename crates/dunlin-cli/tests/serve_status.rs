@@ -127,7 +127,7 @@ fn a_failed_migration_is_in_the_history_with_its_fault() {
     assert!(metrics.contains(sample), "{metrics}");
 }
 
-/// A VM whose history cannot be written migrates as any other.
+/// A VM migrates although its history cannot be written.
 #[test]
 fn i2_a_migration_does_not_depend_on_the_history() {
     let hosts = Hosts::new();

@@ -47,7 +47,7 @@ impl Histogram {
     }
 }
 
-/// Totals of ended migrations. They begin at zero, so that a scraper that knows larger values from
+/// Totals of ended migrations. They begin at zero, so that a scraper that has larger values from
 /// before this process started sees a reset, and counts no migration twice.
 #[derive(Debug)]
 pub(super) struct Totals {

@@ -30,7 +30,6 @@ pub use sender::{DataSender, Frame, FrameError, SendError};
 
 use super::handshake::{InKernel, Records};
 use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
-use dunlin_linux::tcp::{self, Traffic};
 
 /// The unit of a frame's payload. A larger guest page consists of several units.
 pub const PAGE_BYTES: usize = 4096;
@@ -100,8 +99,9 @@ impl Canceller {
 
     /// What the lane's connection has carried; zeros if the kernel does not tell.
     #[must_use]
-    pub fn traffic(&self) -> Traffic {
-        tcp::traffic(&*self.0.stream).unwrap_or_default()
+    #[cfg(feature = "unstable-internals")]
+    pub fn traffic(&self) -> dunlin_linux::tcp::Traffic {
+        dunlin_linux::tcp::traffic(&*self.0.stream).unwrap_or_default()
     }
 }
 
