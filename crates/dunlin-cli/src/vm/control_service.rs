@@ -89,6 +89,16 @@ enum Record {
     Missing,
 }
 
+impl Record {
+    fn location(&self) -> &'static str {
+        let died = State::Source(SourceRecord::RanThenDied);
+        match self {
+            Self::Held(own) if own.record().state == died => "ran-then-died",
+            _ => "in-doubt",
+        }
+    }
+}
+
 /// Whether this process has been asked to end.
 #[derive(Clone, Copy, Default)]
 enum Ending {
@@ -313,11 +323,8 @@ impl ControlService {
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
-            put(&format!(
-                "{}: {}",
-                clean(&vm.vm().config().name),
-                clean(&how)
-            ));
+            let name = clean(&vm.vm().config().name);
+            put(&format!("{name}: {}", clean(&how)));
         }
         Ok(code)
     }
@@ -336,6 +343,22 @@ impl ControlService {
                 }
                 Ok(line)
             }
+        }
+    }
+
+    /// Where the VM of this process is, with the values of [`FailedLine::vm`].
+    pub(super) fn location(&self) -> &'static str {
+        let state = lock(&self.state);
+        match (&state.holds, &state.phase) {
+            (Holds::Waiting, _) => "",
+            (Holds::Arriving(arriving), _) if arriving.migration.phase == COMMITTED => {
+                "at-destination"
+            }
+            (Holds::Arriving(_), _) => "at-source",
+            (Holds::Vm(vm), _) if vm.vm().state() == VmState::Moved => "at-destination",
+            (_, Phase::Moving(moving)) if moving.is_committed() => "in-doubt",
+            (_, Phase::InDoubt { record, .. }) => record.location(),
+            (Holds::Vm(_), _) => "at-source",
         }
     }
 
