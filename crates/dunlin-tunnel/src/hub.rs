@@ -49,8 +49,7 @@ pub(super) struct Hub {
     pub(super) terms: Terms,
     /// Admits the peer's lanes.
     pub(super) acceptor: Arc<dyn LaneAcceptor>,
-    /// The number of lanes of each direction that are being admitted.
-    pub(super) admitting: BTreeMap<Direction, Arc<AtomicUsize>>,
+    admitting: Admitting,
     pub(super) pool: Arc<Pool>,
     /// The limit of the rate at which this side sends to the peer.
     pub(super) pacer: Arc<Pacer>,
@@ -148,6 +147,24 @@ pub(super) enum Direction {
     In,
 }
 
+/// The number of lanes that are being admitted. Each direction has a limit of its own, so that a flood
+/// of one delays none of the other.
+#[derive(Debug, Default)]
+struct Admitting {
+    outgoing: Arc<AtomicUsize>,
+    incoming: Arc<AtomicUsize>,
+}
+
+impl Admitting {
+    fn begin(&self, direction: Direction) -> Option<Counted> {
+        let count = match direction {
+            Direction::Out => &self.outgoing,
+            Direction::In => &self.incoming,
+        };
+        Counted::one_more(count, usize::from(MAX_LANES))
+    }
+}
+
 impl Core {
     /// Adds the handle that cancels the dial of a lane.
     pub(super) fn begin_dial(&mut self, direction: Direction, lane: u16, cancel: DialCancel) {
@@ -203,9 +220,7 @@ impl Hub {
             pacer: site.pacer_of(&terms.peer),
             terms,
             acceptor,
-            admitting: [Direction::Out, Direction::In]
-                .map(|direction| (direction, Arc::default()))
-                .into(),
+            admitting: Admitting::default(),
             pool: Pool::new(),
             reads: WatchedSockets::new()?,
             writes: WatchedSockets::new()?,
@@ -252,9 +267,8 @@ impl Hub {
         &self,
         direction: Direction,
     ) -> Result<Counted, (FaultCode, &'static str)> {
-        let count = self.admitting.get(&direction);
-        let admission = count.and_then(|count| Counted::one_more(count, usize::from(MAX_LANES)));
         let too_many = "too many lanes of the trunk are being admitted";
+        let admission = self.admitting.begin(direction);
         admission.ok_or((FaultCode::LaneLimit, too_many))
     }
 
@@ -548,5 +562,24 @@ fn lane_status((direction, lane): (Direction, u16), cut: &Canceller) -> LaneStat
             Direction::In => traffic.received_bytes,
         },
         retransmits: traffic.retransmits,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i8_each_direction_has_its_own_limit_of_lanes_that_are_being_admitted() {
+        let admitting = Admitting::default();
+        for direction in [Direction::In, Direction::Out] {
+            let mut all: Vec<_> = (0..MAX_LANES).map(|_| admitting.begin(direction)).collect();
+            assert!(all.iter().all(Option::is_some), "{direction:?}");
+            assert!(admitting.begin(direction).is_none(), "{direction:?}");
+            all.pop();
+            assert!(admitting.begin(direction).is_some(), "{direction:?}");
+            // They stay while the other direction is tried.
+            std::mem::forget(all);
+        }
     }
 }

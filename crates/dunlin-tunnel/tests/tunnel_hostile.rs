@@ -138,11 +138,14 @@ impl Peer {
 
     /// Opens a lane without TLS.
     fn plain_lane(&self, lane: u16) -> DataSender {
+        self.plain_lane_of(&Self::prove(lane, SESSION, &self.secret.0))
+    }
+
+    fn plain_lane_of(&self, open: &LaneOpen) -> DataSender {
         let stream = TcpStream::connect(self.far).unwrap();
         let consent = PlainConsent::sealed_below();
         let mut sender = DataSender::plain(stream, consent, STALL_LIMIT).unwrap();
         let mut bytes = Vec::new();
-        let open = Self::prove(lane, SESSION, &self.secret.0);
         open.encode(&mut bytes).unwrap();
         sender.send(&bytes).unwrap();
         sender
@@ -291,6 +294,28 @@ fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
     };
     let from_there = LaneDirection::FromDialer;
     assert_eq!((open.version, open.direction), (2, from_there));
+}
+
+/// The direction of a lane is that of the side that opens it.
+#[test]
+fn i7_over_ipsec_a_lane_for_the_other_direction_is_refused() {
+    let ipsec = Arc::new(Ipsec::default());
+    ipsec.seals.store(true, Ordering::SeqCst);
+    let (far, events, tls) = far_over_ipsec(&ipsec);
+    let versions = VersionRange { min: 1, max: 2 };
+    let peer = Peer::trunk_over_ipsec(far.address().unwrap(), tls, versions, 9);
+    let lane = |direction| {
+        let open = LaneOpen::unproved(2, SESSION, 1, direction);
+        peer.plain_lane_of(&LaneOpen {
+            mac: dunlin_lane::proof::prove(&peer.secret, &open),
+            ..open
+        })
+    };
+    let _wrong = lane(LaneDirection::ToDialer);
+    events.wait("rejection", is_rejected(FaultCode::Malformed));
+    assert_eq!(far.status()[0].lanes, 0);
+    let _right = lane(LaneDirection::FromDialer);
+    wait_until("the lane", || far.status()[0].lanes == 1);
 }
 
 #[test]

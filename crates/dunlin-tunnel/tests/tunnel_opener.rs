@@ -275,6 +275,30 @@ fn i7_a_replayed_reflected_or_unrequested_lane_is_refused_and_the_requested_one_
     assert_eq!(payload(&mut lane), b"from the target");
 }
 
+/// A lane that was replaced leaves its number used: a recording of its first bytes opens no lane.
+///
+/// Claim A13 of docs/security.
+#[test]
+fn i4_i7_a_number_is_used_once_although_its_lane_has_ended() {
+    let pair = Pair::start(&Setup::default());
+    let peer = Dialer::trunk(&pair, 2, 0);
+    let open = peer.open(1, FromDialer);
+    let lane = peer.lane(&open);
+    wait_until("the lane", || only(pair.far.as_ref()).lanes == 1);
+    drop(lane);
+    receive_until(&peer.control, |message| match message {
+        Message::LaneLost(lost) => Some(assert_eq!(lost.lane, 1)),
+        _ => None,
+    });
+    let _again = peer.lane(&open);
+    let fault = receive_until(&peer.control, |message| match message {
+        Message::LaneRefused { lane: 1, fault, .. } => Some(*fault),
+        _ => None,
+    });
+    assert_eq!(fault, FaultCode::DuplicateLane);
+    assert_eq!(only(pair.far.as_ref()).lanes, 0);
+}
+
 /// Claim A13 of docs/security.
 #[test]
 fn i7_i8_a_flood_of_unrequested_lanes_gets_no_thread() {
