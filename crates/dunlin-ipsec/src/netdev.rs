@@ -31,7 +31,7 @@ pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
     let features = features(connection, &name).unwrap_or_default();
     let is_on = |wanted: &str| {
         let mut features = features.iter();
-        features.find(|(name, _)| name == wanted).map(|(_, on)| *on)
+        features.find(|one| one.name == wanted).map(|one| one.is_on)
     };
     Ok(Device {
         tls_sends: is_on("tls-hw-tx-offload"),
@@ -100,7 +100,8 @@ mod tests {
         assert_ne!(device.tls_receives, Some(true));
         let known = features(&near, "lo").unwrap();
         // A feature that every loopback device has.
-        assert!(known.contains(&("loopback".to_owned(), true)), "{known:?}");
+        let loopback = known.iter().find(|one| one.name == "loopback").unwrap();
+        assert!(loopback.is_on && !loopback.can_change, "{loopback:?}");
         assert!(features(&near, "no-such-device").is_err());
     }
 }

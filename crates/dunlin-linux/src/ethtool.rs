@@ -21,13 +21,23 @@ const BLOCK_WORDS: usize = 4;
 /// Upper bound of the number of features; no kernel has that many.
 const FEATURES_LIMIT: u32 = 1024;
 
-/// The names of all features of a device, and whether each is active. `socket` is any socket in
-/// the device's network namespace.
+/// A feature of a network device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Feature {
+    /// The name in ethtool(8).
+    pub name: String,
+    /// Whether the feature is active.
+    pub is_on: bool,
+    /// Whether the device lets an administrator turn the feature on and off.
+    pub can_change: bool,
+}
+
+/// All features of a device. `socket` is any socket in the device's network namespace.
 ///
 /// # Errors
 /// `InvalidInput` if the device's name is too long, `InvalidData` if the kernel has more than 1024
 /// features; otherwise an error from ioctl(2), such as `ENODEV`.
-pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool)>> {
+pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<Feature>> {
     // Query the number of features: `sset_mask` takes two words, and the result follows.
     let mut set = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_FEATURES, 0, 0];
     ethtool(&socket, device, &mut set)?;
@@ -45,9 +55,13 @@ pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool
     let of = |(number, words): (usize, &[u32])| {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let name = CStr::from_bytes_until_nul(&bytes).ok()?;
-        let active = states[2 + BLOCK_WORDS * (number / 32) + 2];
-        let is_on = active >> (number % 32) & 1 == 1;
-        Some((name.to_string_lossy().into_owned(), is_on))
+        let block = &states[2 + BLOCK_WORDS * (number / 32)..];
+        let has = |word: u32| word >> (number % 32) & 1 == 1;
+        Some(Feature {
+            name: name.to_string_lossy().into_owned(),
+            is_on: has(block[2]),
+            can_change: has(block[0]) && !has(block[3]),
+        })
     };
     let names = names[3..].chunks_exact(NAME_WORDS).enumerate();
     Ok(names.filter_map(of).collect())

@@ -15,6 +15,7 @@ pub mod libraries;
 pub mod local;
 pub mod mapping;
 pub mod memory;
+pub mod namespace;
 pub mod occupancy;
 mod option;
 pub mod pagemap;

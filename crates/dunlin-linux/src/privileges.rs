@@ -1,7 +1,7 @@
 //! Drops privileges permanently: capabilities (capabilities(7)), and the privileges that executing
 //! a program would grant (Documentation/userspace-api/no_new_privs.rst).
 //!
-//! Both functions affect the calling thread and the threads and processes that it creates later. To
+//! These functions affect the calling thread and the threads and processes that it creates later. To
 //! affect the whole process, call them before it has a second thread.
 
 use std::io;
@@ -42,6 +42,15 @@ pub fn has(capability: Capability) -> io::Result<bool> {
 /// An error from prctl(2).
 pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
+}
+
+/// Whether this thread has a capability in effect.
+///
+/// # Errors
+/// An error from capget(2).
+pub fn has(capability: Capability) -> io::Result<bool> {
+    let wanted = CapabilitySet::from_bits_retain(1 << capability as u32);
+    Ok(capabilities(None)?.effective.contains(wanted))
 }
 
 /// Drops all capabilities except `kept`. A capability in `kept` stays in the thread's permitted,
