@@ -17,6 +17,7 @@
 
 mod chosen;
 mod driver;
+mod speed;
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -35,6 +36,7 @@ use super::sync::lock;
 
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
+pub use speed::speed;
 
 /// Time after a refusal until the kernel is probed again.
 const REFUSAL_LIFETIME: Duration = Duration::from_secs(30);

@@ -25,7 +25,7 @@ impl Driver {
     /// Returns the kernel's driver for `suite`. Call it after the first use of the cipher, because
     /// the kernel lists a driver only then. `None` if the list cannot be read, for example in a
     /// service with `ProcSubset=pid`.
-    pub(super) fn of(suite: CipherSuite) -> Option<Self> {
+    pub fn of(suite: CipherSuite) -> Option<Self> {
         let algorithm = match suite {
             CipherSuite::Aes128Gcm | CipherSuite::Aes256Gcm => "gcm(aes)",
             CipherSuite::ChaCha20Poly1305 => "rfc7539(chacha20,poly1305)",
@@ -34,7 +34,7 @@ impl Driver {
     }
 
     /// Whether the driver uses generic code, at least in part.
-    pub(super) fn is_slow(&self) -> bool {
+    pub fn is_slow(&self) -> bool {
         self.priority < FAST_PRIORITY
     }
 }
