@@ -19,8 +19,8 @@
 //! `pace` (rate of page visits), `heart` (beats, gaps, downtime), `control` (running and parked
 //! vCPUs), `vcpu` (a vCPU's thread), `process` (a process guest), `common` (shared by both kinds of
 //! guest), `dirty` (KVM's dirty log), `digests` (of memory by page), `state` (saving and loading),
-//! `cpuid`, `wire` (encoding), `cgroup` (memory limits of the process), and `kvm`, the only module
-//! with `unsafe`.
+//! `cpuid`, `wire` (encoding), `cgroup` (memory limits of the process), `support` (what KVM offers
+//! here), and `kvm`, the only module with `unsafe`.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
@@ -44,6 +44,7 @@ mod migrate;
 mod pace;
 mod process;
 mod state;
+mod support;
 mod vcpu;
 mod vm;
 mod wire;
@@ -55,5 +56,6 @@ pub use dunlin_linux::mapping::{Backing, TrackedMemory};
 pub use layout::DEVICE_START;
 pub use migrate::{MachineBuilder, Movable};
 pub use state::{LoadError, SaveError, Section};
+pub use support::{KvmSupport, kvm_support};
 pub use vm::{CreateError, Stats, Vm};
 pub use wire::{DecodeError, DecodeReason};
