@@ -9,6 +9,7 @@ mod confine;
 mod control;
 mod demo;
 mod display;
+mod doctor;
 mod explain;
 mod fault;
 mod file;
@@ -72,6 +73,8 @@ enum Command {
     Cancel(sessions::Cancel),
     /// Print the cause and the remedy of an error code, or list all codes.
     Explain(explain::Explain),
+    /// Examine what this host can do for migrations; changes nothing.
+    Doctor(doctor::Doctor),
     /// Measure lanes and migrations on this host.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -142,6 +145,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
         Command::Explain(explain) => explain.run(),
+        Command::Doctor(doctor) => doctor.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Tunnel(command) => tunnel::run(&command),
         Command::Redirect(command) => redirect::run(&command),

@@ -14,7 +14,7 @@ use dunlin_lane::identity::{Role, Summary};
 use crate::identity::{Reading, load_identity};
 
 /// Where certificates are searched for, in this order.
-const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
+pub(crate) const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
 /// The users of QEMU in Debian and in Fedora.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 /// The group of the services (dist/systemd/dunlin-sysusers.conf).

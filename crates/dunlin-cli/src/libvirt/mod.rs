@@ -29,6 +29,9 @@ mod undo;
 use anyhow::Result;
 use clap::Subcommand;
 
+pub(crate) use host::IDENTITIES;
+pub(crate) use qemu_conf::QemuConf;
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Let this host's migrations to and from its peers go through a tunnel.
@@ -48,4 +51,9 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Disable(disable) => disable.run(),
         Command::Status(status) => status.run(),
     }
+}
+
+/// Whether the running kernel keeps libvirt's ports free of outgoing connections.
+pub(crate) fn are_reserved(conf: &QemuConf) -> Result<bool> {
+    Ok(reserved::covers(&reserved::live()?, conf.ports))
 }

@@ -12,15 +12,15 @@ const PORTS: (u16, u16) = (49152, 49215);
 
 /// The settings of a host's libvirt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct QemuConf {
+pub(crate) struct QemuConf {
     /// `migration_port_min` and `migration_port_max`.
-    pub(super) ports: PortRange,
-    /// `migration_address`: where QEMU listens for a migration.
-    address: Option<String>,
+    pub(crate) ports: PortRange,
+    /// `migration_address`: where QEMU listens for a migration; `None` for all addresses.
+    pub(crate) address: Option<IpAddr>,
     /// `migration_host`: the host that the destination names to the source.
-    pub(super) host: Option<String>,
+    pub(crate) host: Option<String>,
     /// `user`: the user of QEMU.
-    pub(super) user: Option<String>,
+    pub(crate) user: Option<String>,
 }
 
 impl QemuConf {
@@ -28,7 +28,7 @@ impl QemuConf {
     ///
     /// # Errors
     /// The file cannot be read, or a setting is invalid.
-    pub(super) fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = match std::fs::read_to_string(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             other => other.with_context(|| format!("cannot read {}", path.display()))?,

@@ -18,6 +18,11 @@ pub(super) fn with(setting: &str, ports: PortRange) -> String {
     text(all)
 }
 
+/// Whether the setting contains all of `ports`.
+pub(super) fn covers(setting: &str, ports: PortRange) -> bool {
+    with(setting, ports) == text(ranges(setting))
+}
+
 /// The setting without those of `ports` that `before` did not contain.
 pub(super) fn without(setting: &str, ports: PortRange, before: &str) -> String {
     let before = ranges(before);
@@ -91,6 +96,7 @@ mod tests {
             ("65535", "49152-49215,65535"),
         ] {
             assert_eq!(with(before, libvirt()), after, "{before}");
+            assert!(covers(after, libvirt()) && !covers(before, libvirt()));
         }
     }
 

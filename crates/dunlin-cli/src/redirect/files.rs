@@ -23,11 +23,18 @@ use crate::text::plain;
 #[derive(Clone, Debug, Args)]
 pub(super) struct RunPath {
     /// Directory of the record of the last `apply`, and of the result of `watch`.
-    #[arg(long, value_name = "DIR", default_value = "/run/dunlin-redirect")]
+    #[arg(long, value_name = "DIR", default_value = USUAL)]
     run_dir: PathBuf,
 }
 
+const USUAL: &str = "/run/dunlin-redirect";
+
 impl RunPath {
+    pub(super) fn usual() -> Self {
+        let run_dir = PathBuf::from(USUAL);
+        Self { run_dir }
+    }
+
     /// The record of the last `apply`; `None` if there is none that this version can read.
     pub(super) fn record(&self) -> Result<Option<Record>> {
         let text = read(&self.run_dir.join("expected.json"))?;

@@ -20,8 +20,14 @@ mod source;
 mod state;
 mod table;
 
+use std::path::Path;
+
 use anyhow::Result;
 use clap::Subcommand;
+
+use files::RunPath;
+use source::Source;
+use table::Table;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -42,4 +48,38 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Remove(remove) => remove.run(),
         Command::Watch(watch) => watch.run(),
     }
+}
+
+/// The rules in force, for `dunlin doctor`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Rules {
+    /// They are those of the configuration.
+    Applied,
+    /// They are not; the text says what differs, and the remedy.
+    Different(String),
+    /// There is a table without a redirect in the configuration.
+    Unexpected,
+    /// There is no table, and the configuration has no redirect.
+    None,
+}
+
+/// Whether the program nft is installed.
+pub(crate) fn has_nft() -> bool {
+    nft::program().is_ok()
+}
+
+/// Compares the rules in force with a configuration that has redirects, if one is given. Needs
+/// CAP_NET_ADMIN.
+pub(crate) fn rules_in_force(config: Option<&Path>) -> Result<Rules> {
+    let Some(config) = config else {
+        return Ok(match Table::live()? {
+            Some(_) => Rules::Unexpected,
+            None => Rules::None,
+        });
+    };
+    let state = show::compared(&Source::of(config), &RunPath::usual())?;
+    Ok(match state.is_applied() {
+        true => Rules::Applied,
+        false => Rules::Different(state.text()),
+    })
 }

@@ -88,7 +88,7 @@ fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
     })
 }
 
-fn program() -> Result<PathBuf> {
+pub(super) fn program() -> Result<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let directories = env::split_paths(&path).chain(SBIN.map(PathBuf::from));
     let mut programs = directories.map(|directory| directory.join("nft"));

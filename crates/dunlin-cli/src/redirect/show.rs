@@ -114,6 +114,11 @@ fn wanted(source: &Source) -> Wanted {
     }
 }
 
+/// The rules in force, compared with the configuration and the last `apply`.
+pub(super) fn compared(source: &Source, run: &RunPath) -> Result<State> {
+    state(run, &wanted(source))
+}
+
 fn state(run: &RunPath, wanted: &Wanted) -> Result<State> {
     let table = Table::live()?;
     Ok(State::of(table.as_ref(), run.record()?.as_ref(), wanted))

@@ -1,6 +1,6 @@
 //! The redirects of a configuration.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -25,6 +25,11 @@ pub(super) struct Read {
 }
 
 impl Source {
+    pub(super) fn of(config: &Path) -> Self {
+        let config = config.to_owned();
+        Self { config }
+    }
+
     pub(super) fn read(&self) -> Result<Read> {
         let text = std::fs::read_to_string(&self.config)
             .with_context(|| format!("cannot read the configuration {}", self.config.display()))?;

@@ -1,0 +1,122 @@
+//! `dunlin doctor`: what this host can do for migrations. It changes nothing on the host; the kernel
+//! may load modules for its probes.
+//!
+//! ```text
+//!  tls, ipsec, nic, path, kvm, memory, toolstack, identity ─▶ verdicts ─▶ report
+//!                                                        JSON of two hosts ─▶ compare
+//! ```
+//!
+//! In each file, functions that read are apart from functions that judge what was read.
+
+mod compare;
+mod identity;
+mod ipsec;
+mod kvm;
+mod memory;
+mod nic;
+mod path;
+mod report;
+mod tls;
+mod toolstack;
+pub(crate) mod verdict;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+
+use crate::code::{DONE, FAILED};
+use crate::identity::Reading;
+use path::Path;
+use verdict::{State, Verdict, setting};
+
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// The tunnel's configuration [default: /etc/dunlin/tunnel.toml, if it exists].
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Directory with this host's certificates [default: that of the configuration, or the first of
+    /// /etc/dunlin, /etc/pki/qemu and /etc/pki that has some].
+    #[arg(long, value_name = "DIR")]
+    identity: Option<PathBuf>,
+    /// Compare the socket buffers with a path of this rate in bytes per second and round-trip time,
+    /// such as 3G,20ms.
+    #[arg(long, value_name = "RATE,RTT")]
+    path: Option<Path>,
+    /// Compare the output of --json of two hosts, and examine nothing.
+    #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["config", "identity", "path", "strict"])]
+    compare: Vec<PathBuf>,
+    /// Exit with 1 for warnings too.
+    #[arg(long)]
+    strict: bool,
+    /// Print one JSON object per line.
+    #[arg(long)]
+    json: bool,
+    /// libvirt's settings.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/etc/libvirt/qemu.conf",
+        hide = true
+    )]
+    qemu_conf: PathBuf,
+}
+
+impl Doctor {
+    pub(crate) fn run(&self) -> Result<i32> {
+        if let [one, other] = &self.compare[..] {
+            return compare::run(one, other, self.json);
+        }
+        let verdicts = self.examine();
+        match self.json {
+            true => report::json(&verdicts),
+            false => report::table(&verdicts),
+        }
+        let least = if self.strict {
+            State::Warn
+        } else {
+            State::Fail
+        };
+        match verdicts.iter().any(|one| one.state >= least) {
+            true => Ok(FAILED),
+            false => Ok(DONE),
+        }
+    }
+
+    fn examine(&self) -> Vec<Verdict> {
+        let (config, config_verdict) = identity::config(self.config.as_deref());
+        let directory = self.identity.as_deref();
+        let (directory, reading) = match (&config, directory) {
+            (Some((_, config)), None) => (Some(&*config.identity), config.reading.clone()),
+            _ => (directory, Reading::default()),
+        };
+        let redirected = config
+            .as_ref()
+            .filter(|(_, config)| !config.redirects.is_empty())
+            .map(|(path, _)| &**path);
+        let mut all = vec![host()];
+        all.extend(tls::auto());
+        all.extend(tls::kernel());
+        all.extend(tls::ciphers());
+        all.extend(ipsec::examine());
+        all.extend(nic::examine());
+        all.extend(path::examine(self.path));
+        all.extend(kvm::examine());
+        all.extend(memory::examine());
+        all.push(config_verdict);
+        all.push(identity::certificates(directory, &reading));
+        all.extend(toolstack::redirects(redirected));
+        all.extend(toolstack::libvirt(&self.qemu_conf, redirected.is_some()));
+        all
+    }
+}
+
+fn host() -> Verdict {
+    let release = setting("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let value = format!("{release} {}", std::env::consts::ARCH);
+    Verdict::ok(
+        "host.kernel",
+        value,
+        "the checks below tried what this kernel has",
+    )
+}
