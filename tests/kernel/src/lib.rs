@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 pub mod counting;
+pub mod doctor;
 pub mod handoff;
 pub mod ipsec;
 pub mod refusing;
