@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::report::{SCHEMA, VerdictLine};
 use super::verdict::{State, Verdict};
 use crate::code::{DONE, FAILED};
-use crate::line::plain;
+use crate::text::plain;
 use crate::text::{clean, count};
 
 /// Speeds that differ by less than this factor are equal: runs on one host differ as much.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::verdict::{State, Verdict, setting};
-use crate::line::plain;
+use crate::text::plain;
 use crate::text::{clean, count};
 
 /// The version of the JSON lines: raised when a field changes its meaning.

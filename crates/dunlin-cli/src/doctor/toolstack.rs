@@ -1,5 +1,6 @@
 //! The packet filter's rules, and libvirt's settings for migrations.
 
+use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::Result;

@@ -12,9 +12,9 @@ use super::metrics::{self, View};
 use super::rates::{Direction, Rates};
 use super::snapshot::{LIVE_LIMIT, Snapshot};
 use super::totals::Totals;
-use crate::line::plain;
 use crate::options::ControlPath;
 use crate::published::history::{self, Finished};
+use crate::text::plain;
 
 /// How long a sample is served.
 const FRESH: Duration = Duration::from_secs(1);
