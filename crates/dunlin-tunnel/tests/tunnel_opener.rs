@@ -39,11 +39,17 @@ fn receive(control: &ControlStream) -> Option<Message> {
 
 /// Receives messages until one for which `which` returns a value.
 fn receive_until<T>(control: &ControlStream, which: impl Fn(&Message) -> Option<T>) -> T {
+    let until = Instant::now() + TIMEOUT;
     loop {
         let message = receive(control).expect("the trunk has ended");
         if let Some(found) = which(&message) {
             return found;
         }
+        // The far side sends pings as long as the trunk lives.
+        assert!(
+            Instant::now() < until,
+            "only other messages, such as {message:?}"
+        );
     }
 }
 

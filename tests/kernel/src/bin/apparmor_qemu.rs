@@ -20,7 +20,12 @@ use serde_json::json;
 // No other test has one processor, so none shares the boot: the packages are large.
 const NEEDS: Needs = Needs {
     cpus: 1,
-    packages: &["apparmor", "libvirt-daemon-driver-qemu", "qemu-system-x86"],
+    packages: &[
+        "apparmor",
+        "libvirt-daemon",
+        "libvirt-daemon-driver-qemu",
+        "qemu-system-x86",
+    ],
     dunlin: true,
     limit_seconds: 600,
     under: Under::Newest,
