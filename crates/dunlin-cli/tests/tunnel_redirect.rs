@@ -43,7 +43,7 @@ impl Scene {
         Self::with("")
     }
 
-    /// Hosts whose redirect has these further keys.
+    /// Hosts with a redirect that has these further keys.
     fn with(more: &str) -> Option<Self> {
         if !need::hosts() {
             return None;

@@ -142,7 +142,7 @@ impl Listeners<'_> {
 
 impl Drop for Listeners<'_> {
     fn drop(&mut self) {
-        // A socket whose connections have ended is closed, and its file is removed.
+        // The tunnel closes a socket when its connections have ended, and removes the file.
         for path in self.paths.iter().filter(|path| path.exists()) {
             let listener = format!("unix:{}", path.display());
             let _ = dunlin(&["tunnel", "close", &listener], Some(self.config));

@@ -101,7 +101,7 @@ impl Setup<'_> {
     }
 }
 
-/// The names by which peers may know this host.
+/// The names that peers may have for this host.
 fn own_names(summary: &Summary) -> Result<Vec<String>> {
     let name = |name: &PeerName| match name {
         PeerName::Dns(name) if !name.starts_with('*') => Some(name.clone()),

@@ -27,8 +27,8 @@ use crate::tunnel::Redirect;
 pub(super) const TABLE: &str = "inet dunlin";
 /// The family and the name of a copy for comparisons.
 pub(super) const COPY: &str = "inet dunlin_expected";
-/// The chains: name, type, hook and priority. That of `nat_output` is the priority of destination
-/// NAT, whose name nft 1.0.6 accepts only in other hooks.
+/// The chains: name, type, hook and priority. `nat_output` has the priority of destination NAT as a
+/// number, because nft 1.0.6 accepts its name only in other hooks.
 pub(super) const CHAINS: [(&str, &str, &str, i32); 4] = [
     ("nat_output", "nat", "output", -100),
     ("output", "filter", "output", 0),

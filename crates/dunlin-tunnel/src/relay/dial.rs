@@ -93,8 +93,9 @@ pub(super) fn reach(site: &Site, entrance: &Entrance, dial: &Dial) -> Result<Rel
         )?;
     if let Some(port) = dial.port {
         let asking = tls.asking_for(&server_name(port));
-        tls = asking
-            .ok_or_else(|| Failure::new(FaultCode::Internal, "a port is no valid server name"))?;
+        tls = asking.ok_or_else(|| {
+            Failure::new(FaultCode::Internal, "a port is not a valid server name")
+        })?;
     }
     let connected = site.connector.connect(to, deadline, cancel.wakeup());
     let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
