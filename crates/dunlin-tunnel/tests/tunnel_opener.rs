@@ -292,10 +292,11 @@ fn i4_i7_a_number_is_used_once_although_its_lane_has_ended() {
     let lane = peer.lane(&open);
     wait_until("the lane", || only(pair.far.as_ref()).lanes == 1);
     drop(lane);
-    receive_until(&peer.control, |message| match message {
-        Message::LaneLost(lost) => Some(assert_eq!(lost.lane, 1)),
+    let lost = receive_until(&peer.control, |message| match message {
+        Message::LaneLost(lost) => Some(lost.lane),
         _ => None,
     });
+    assert_eq!(lost, 1);
     let _again = peer.lane(&open);
     let fault = receive_until(&peer.control, |message| match message {
         Message::LaneRefused { lane: 1, fault, .. } => Some(*fault),
