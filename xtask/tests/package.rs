@@ -209,6 +209,19 @@ fn a_bare_debian_installs_upgrades_and_purges_the_package() {
         fs::copy(&package.files.package, bare.shared.join(name)).unwrap();
     }
     let before = bare.files();
+    install(&bare);
+    upgrade(&bare);
+    remove(&bare);
+    purge(&bare);
+    let left: Vec<_> = bare
+        .files()
+        .symmetric_difference(&before)
+        .cloned()
+        .collect();
+    assert_eq!(left, Vec::<String>::new());
+}
+
+fn install(bare: &Bare) {
     bare.run("dpkg --install /shared/old.deb");
     bare.run("dpkg --verify dunlin && dpkg --audit");
     let version = bare.run("dunlin --version");
@@ -231,14 +244,17 @@ fn a_bare_debian_installs_upgrades_and_purges_the_package() {
     );
     bare.run("id dunlin-tunnel");
 
-    // An operator's files.
+    // Files of the operator, of `dunlin libvirt enable` and of systemctl.
     bare.run("dunlin init a.example b.example --out /root/hosts");
     bare.run("install -m 640 -g dunlin -t /etc/dunlin /root/hosts/a.example/*");
     bare.run("dunlin tunnel check --config /etc/dunlin/tunnel.toml");
     bare.run("echo '#mine' >> /etc/dunlin/accept.conf; chmod 700 /etc/dunlin");
     bare.run("mkdir -m 700 /var/lib/dunlin; echo x > /var/lib/dunlin/libvirt.json");
+    bare.run("mkdir -p /etc/systemd/system/multi-user.target.wants");
+}
 
-    // An upgrade reloads systemd's units, and names what to restart. It restarts nothing.
+/// An upgrade reloads systemd's units, and names what to restart. It restarts nothing.
+fn upgrade(bare: &Bare) {
     bare.fake_systemd(&["dunlin-tunnel.service", "dunlin-redirect.service"]);
     let said = bare.run("dpkg --install /shared/new.deb");
     let command = "  systemctl reload dunlin-redirect; systemctl restart dunlin-tunnel\n";
@@ -251,7 +267,10 @@ fn a_bare_debian_installs_upgrades_and_purges_the_package() {
     assert_eq!(bare.run("stat -c %a /etc/dunlin").trim(), "700");
     // An unchanged version too.
     bare.run("dpkg --install /shared/new.deb");
+}
 
+/// A removal stops the services, and keeps configuration and state.
+fn remove(bare: &Bare) {
     let said = bare.run("dpkg --remove dunlin");
     let calls = bare.systemctl_calls().join("\n");
     assert!(
@@ -261,11 +280,12 @@ fn a_bare_debian_installs_upgrades_and_purges_the_package() {
     assert!(!said.contains("nft"), "{said}");
     bare.run("test -f /etc/dunlin/tunnel.toml -a -f /var/lib/dunlin/libvirt.json");
     bare.run("dpkg --install /shared/new.deb && dpkg --remove dunlin");
+}
 
-    // The record of a session outlives a purge, which says so.
+/// The record of a session outlives a purge, which says so.
+fn purge(bare: &Bare) {
     let record = "/var/lib/dunlin/0123456789abcdef0123456789abcdef.destination";
     bare.run(&format!("touch {record}"));
-    bare.run("mkdir -p /etc/systemd/system/multi-user.target.wants");
     bare.run(
         "ln -s /usr/lib/systemd/system/dunlin-tunnel.service /etc/systemd/system/multi-user.target.wants/",
     );
@@ -278,12 +298,6 @@ fn a_bare_debian_installs_upgrades_and_purges_the_package() {
         "test -f {record} && rm -r /var/lib/dunlin /root/hosts"
     ));
     bare.no_systemd();
-    let left: Vec<_> = bare
-        .files()
-        .symmetric_difference(&before)
-        .cloned()
-        .collect();
-    assert_eq!(left, Vec::<String>::new());
 }
 
 /// Two clones in different directories give the same bytes, and the command runs on Debian 12.

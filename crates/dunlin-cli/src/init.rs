@@ -3,6 +3,7 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::slice::from_ref;
 
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -77,7 +78,7 @@ impl Init {
         pki::init(&authority, self.ca_days)?;
         for (host, label) in self.hosts.iter().zip(&labels) {
             let directory = self.out.join(host);
-            pki::issue(&authority, &[host.clone()], self.days, &directory)?;
+            pki::issue(&authority, from_ref(host), self.days, &directory)?;
             if !self.libvirt {
                 let text = self.config(host, label, &labels);
                 pki::write(&directory.join(CONFIG), &text, 0o644)?;
