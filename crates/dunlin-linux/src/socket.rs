@@ -220,6 +220,21 @@ pub fn set_buffers(
     Ok(())
 }
 
+/// The largest packet in bytes that the kernel sends to the address of a connected socket now: the
+/// MTU of the device on the route, or less if a router on the path has reported that (`IP_MTU`,
+/// ip(7)).
+///
+/// # Errors
+/// `ENOTCONN` if the socket is not connected; otherwise an error from getsockopt(2).
+pub fn path_mtu(socket: impl AsFd) -> io::Result<u32> {
+    let (level, name) = match sockopt::socket_domain(&socket)? {
+        AddressFamily::INET6 => (libc::IPPROTO_IPV6, libc::IPV6_MTU),
+        _ => (libc::IPPROTO_IP, libc::IP_MTU),
+    };
+    let (bytes, _) = option::get(socket, level, name)?;
+    Ok(u32::from_ne_bytes(bytes))
+}
+
 /// Makes the kernel report a socket as readable only when it has at least `bytes` bytes, its end or
 /// an error (`SO_RCVLOWAT`, socket(7)). A reader that leaves the first bytes unread is then not
 /// woken for them again. The kernel enlarges the receive buffer to that size, up to the system's
@@ -323,6 +338,17 @@ mod tests {
     use dunlin_test_base::Scratch;
 
     use super::*;
+
+    #[test]
+    fn the_mtu_towards_this_host_is_that_of_the_loopback_device() {
+        let device = std::fs::read_to_string("/sys/class/net/lo/mtu").unwrap();
+        let device: u32 = device.trim().parse().unwrap();
+        let (near, _far) = pair();
+        // The kernel limits an MTU to the longest packet of IPv4.
+        assert_eq!(path_mtu(&near).unwrap(), device.min(65535));
+        let unconnected = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        assert!(path_mtu(&unconnected).is_err());
+    }
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,6 +1,7 @@
 //! The exit of a channel: checks that the peer may use the route and connects to the target.
 
 use dunlin_proto::text::harmless;
+use std::io;
 use std::sync::Arc;
 
 use dunlin_proto::fault::FaultCode;
@@ -11,7 +12,8 @@ use super::failure::{Failure, OrFailure};
 use super::hub::Hub;
 use super::meter::Count;
 use super::options::WINDOW_BYTES;
-use super::socket::Socket;
+use super::report::{self, REPORT_ROUTE};
+use super::socket::{Socket, Stream};
 use super::{parameter, target};
 
 /// Connects a channel to its target and reports the result to the core. Runs in a separate thread.
@@ -41,13 +43,25 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     hub.settle(&mut core);
 }
 
+/// Connects to a route that every tunnel has, for a peer that may use one of its targets. `None` if
+/// there is no such route for this peer.
+fn built_in(hub: &Hub, route: &str) -> Option<io::Result<Stream>> {
+    if !matches!(route, ECHO_ROUTE | REPORT_ROUTE) || !hub.site.has_exit_for(&hub.terms.peer) {
+        return None;
+    }
+    match route {
+        REPORT_ROUTE => Some(report::start(hub.site.reporter.as_ref()?, &hub.last_report)),
+        _ => Some(echo::start(&hub.echoes)),
+    }
+}
+
 /// Connects to a route's target. Returns the connection and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
-        if route == ECHO_ROUTE && hub.site.has_exit_for(&hub.terms.peer) {
-            let opened = echo::start(&hub.echoes);
-            let stream = opened.or_failure(FaultCode::Busy, "cannot start an echo")?;
-            let count = Count::new(hub.site.meter(ECHO_ROUTE), None);
+        if let Some(opened) = built_in(hub, route) {
+            let what = format!("cannot serve route {route}");
+            let stream = opened.or_failure(FaultCode::Busy, what)?;
+            let count = Count::new(hub.site.meter(route), None);
             return Ok((stream.counted(count), WINDOW_BYTES));
         }
         let text = format!(

@@ -32,6 +32,7 @@ use super::event::Event;
 use super::failure::Failure;
 use super::piece::{Piece, Pool};
 use super::rate::Pacer;
+use super::report::LastReport;
 use super::site::Site;
 use super::socket::Socket;
 use super::status::{LaneStatus, Status};
@@ -67,6 +68,7 @@ pub(super) struct Hub {
     pub(super) programs: Arc<AtomicUsize>,
     /// The number of running echoes of this peer.
     pub(super) echoes: Arc<AtomicUsize>,
+    pub(super) last_report: LastReport,
     /// Cancels the dials of targets when the trunk has ended.
     pub(super) stop: Stop,
     pub(super) threads: Threads,
@@ -244,6 +246,7 @@ impl Hub {
             idle: Condvar::new(),
             programs: Arc::default(),
             echoes: Arc::default(),
+            last_report: LastReport::default(),
             stop: Stop::new()?,
             threads: Threads::default(),
             began: Instant::now(),

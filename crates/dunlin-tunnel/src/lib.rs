@@ -26,7 +26,8 @@
 //!   the packet filter redirects. `on_demand`: listeners that are opened for one
 //!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
 //!   connect.
-//! - `probe`: sends bytes to a peer and back, to test the path. `echo`: the peer's side of it.
+//! - `probe`: sends bytes to a peer and back, to test the path, and asks for a peer's report. `echo`
+//!   and `report`: the peer's side of it.
 //! - `carriers`: passes an accepted connection to a trunk or a relay.
 //! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
@@ -75,6 +76,7 @@ mod reached;
 mod receive;
 mod redirect;
 mod relay;
+mod report;
 mod route;
 mod send;
 mod site;
@@ -120,9 +122,10 @@ pub use options::{
     BadRoute, BadRouteReason, DEFAULT_LANES, Entrance, Exit, Limits, MAX_WINDOW_BYTES, Mode,
     Routes, WINDOW_BYTES,
 };
-pub use probe::Probe;
+pub use probe::{Probe, Report};
 pub use rate::LEAST_RATE;
-pub use route::{Listen, Ports, RelayExit, Target};
+pub use report::MAX_REPORT_BYTES;
+pub use route::{Listen, RelayExit, Target};
 pub use status::{LaneStatus, RouteStatus, Status};
 
 pub use parameter::{BadParameter, BadParameterTarget, Parameter};
@@ -132,6 +135,7 @@ use entrance::EntranceListener;
 use rate::Rates;
 use redirect::Gate;
 use relay::Relays;
+use report::Reporter;
 use site::{SEPARATOR, Site};
 use threads::Worker;
 use trunks::Trunks;
@@ -151,6 +155,7 @@ pub struct TunnelBuilder<'a> {
     sockets: Sockets,
     sealed: Option<Arc<dyn SealedLanes>>,
     observer: Box<dyn Observer<Event>>,
+    reporter: Option<Reporter>,
 }
 
 impl TunnelBuilder<'_> {
@@ -175,6 +180,14 @@ impl TunnelBuilder<'_> {
     pub fn observer(self, observer: impl Observer<Event> + 'static) -> Self {
         let observer = Box::new(observer);
         Self { observer, ..self }
+    }
+
+    /// Answers [`Tunnel::report`] of peers that may use one of this side's targets: `reporter` makes
+    /// a text of at most [`MAX_REPORT_BYTES`], at most once a second for each trunk. Without a
+    /// reporter the tunnel refuses them.
+    pub fn report(self, reporter: impl Fn() -> String + Send + Sync + 'static) -> Self {
+        let reporter = Some(Box::new(reporter) as Reporter);
+        Self { reporter, ..self }
     }
 
     /// Starts the tunnel.
@@ -217,6 +230,7 @@ impl Tunnel {
             sockets: Sockets::default(),
             sealed: None,
             observer: Box::new(|_: &Event| ()),
+            reporter: None,
         }
     }
 
@@ -229,6 +243,7 @@ impl Tunnel {
             sockets,
             sealed,
             observer,
+            reporter,
         } = builder;
         let sealed = sealed.filter(|_| listener.is_some());
         check_sealed(sealed.is_some(), routes)?;
@@ -239,7 +254,7 @@ impl Tunnel {
         let (events, queue) = sync_channel(EVENTS);
         let (limits, own) = (limits.bounded(), identities.clone());
         let port = address.map(|address| address.port());
-        let site = Site::new(limits, port, sealed, own, routes, events);
+        let site = Site::new(limits, port, sealed, own, routes, events, reporter);
         let site = Arc::new(site);
         // The thread ends when the last sender of events is dropped.
         let body = move || queue.iter().for_each(|event| observer.event(&event));
@@ -387,6 +402,18 @@ impl Tunnel {
     /// connections are not affected.
     pub fn probe(&self, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
         probe::run(&self.carriers, entrance, bytes)
+    }
+
+    /// Asks the peer of `entrance` for its report, at a trunk with the entrance's settings. The
+    /// peer's tunnel answers if this side may use one of its targets.
+    ///
+    /// # Errors
+    /// [`Failure`], with [`FaultCode::UnknownRoute`](dunlin_proto::fault::FaultCode::UnknownRoute) if
+    /// the peer has no report or does not allow this side, and
+    /// [`FaultCode::Malformed`](dunlin_proto::fault::FaultCode::Malformed) if the report is longer
+    /// than [`MAX_REPORT_BYTES`] or is not text.
+    pub fn report(&self, entrance: &Entrance) -> Result<Report, Failure> {
+        probe::ask(&self.carriers, entrance)
     }
 
     /// The routes of this side and their traffic.

@@ -1,5 +1,5 @@
-//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it. The peer's
-//! side is in `echo`.
+//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it, and requests
+//! of a peer's report. The peer's sides are in `echo` and `report`.
 
 use dunlin_lane::sync::{self, lock};
 use std::io::{self, Read, Write};
@@ -17,9 +17,12 @@ use super::failure::{Failure, OrFailure};
 use super::listener::next_number;
 use super::meter::{Count, Ending, Tally};
 use super::options::{Entrance, Mode};
+use super::report::{MAX_REPORT_BYTES, REPORT_ROUTE, too_long};
 use super::socket::Stream;
 
 const PIECE_BYTES: usize = 256 << 10;
+/// How long a report may take to arrive in full.
+const REPORT_LIMIT: Duration = Duration::from_secs(20);
 
 /// The result of [`super::Tunnel::probe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,42 +35,123 @@ pub struct Probe {
     pub bytes: u64,
 }
 
+/// A peer's report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// The text, at most [`MAX_REPORT_BYTES`]. The peer chose it.
+    pub text: String,
+    /// The time from the request to the end of the text. The peer made the report within it.
+    pub elapsed: Duration,
+}
+
 /// Sends `bytes` through a channel to the peer of `entrance` and reads them back.
 ///
 /// # Errors
 /// The reason why the channel failed, or why it returned other bytes.
 pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
     let bytes = bytes.clamp(1, MAX_PROBE_BYTES);
-    let mut mode = entrance.mode;
-    if let Mode::RelayAt(_) = mode {
-        // A relay has no target that returns bytes, so they go over the trunk to the same peer.
+    if let Mode::RelayAt(_) = entrance.mode {
         carriers.relays.test(entrance)?;
-        mode = Mode::Stripe;
     }
-    let outcome = Arc::new(Outcome::default());
-    let what = "cannot create a local connection";
-    let (near, far) = UnixStream::pair().or_failure(FaultCode::Kernel, what)?;
-    let stream = Stream::unix(near).or_failure(FaultCode::Kernel, what)?;
-    let tally = Arc::clone(&outcome) as Arc<dyn Tally>;
-    let entrance = Entrance {
-        route: ECHO_ROUTE.to_owned(),
-        mode,
-        ..entrance.clone()
-    };
-    let count = Count::new(carriers.site.meter(ECHO_ROUTE), Some(tally));
-    let began = Instant::now();
-    carriers.carry(
-        &entrance,
-        next_number(),
-        String::new(),
-        stream.counted(count),
-    );
-    exchange(&far, bytes, began).map_err(|error| {
-        drop(far);
-        let failure = outcome.failure(TIMEOUT);
+    let channel = Channel::open(carriers, entrance, ECHO_ROUTE)?;
+    exchange(&channel.stream, bytes, channel.began).map_err(|error| {
         let text = format!("the peer at {} returned no bytes", entrance.to);
-        failure.unwrap_or_else(|| Failure::new(FaultCode::ChannelBroken, text).because(&error))
+        channel.failure(text, &error)
     })
+}
+
+/// Asks the peer of `entrance` for its report.
+///
+/// # Errors
+/// The reason why the channel was refused or failed, or [`FaultCode::Malformed`] for a report that
+/// is too long or is not text.
+pub(super) fn ask(carriers: &Carriers, entrance: &Entrance) -> Result<Report, Failure> {
+    let channel = Channel::open(carriers, entrance, REPORT_ROUTE)?;
+    let until = channel.began + REPORT_LIMIT;
+    let what = format!("the peer at {} sent no report", entrance.to);
+    match read(&channel.stream, until) {
+        Ok(text) => Ok(Report {
+            text,
+            elapsed: channel.began.elapsed(),
+        }),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(Failure::new(FaultCode::Malformed, what).because(&error))
+        }
+        Err(error) => Err(channel.failure(what, &error)),
+    }
+}
+
+/// A channel with its local end in this process.
+struct Channel {
+    stream: UnixStream,
+    outcome: Arc<Outcome>,
+    began: Instant,
+}
+
+impl Channel {
+    /// Opens a channel of `route` to the peer of `entrance`.
+    fn open(carriers: &Carriers, entrance: &Entrance, route: &str) -> Result<Self, Failure> {
+        let outcome = Arc::new(Outcome::default());
+        let what = "cannot create a local connection";
+        let (near, far) = UnixStream::pair().or_failure(FaultCode::Kernel, what)?;
+        let stream = Stream::unix(near).or_failure(FaultCode::Kernel, what)?;
+        let tally = Arc::clone(&outcome) as Arc<dyn Tally>;
+        // A relay has no channels for a route of the tunnel itself. The trunk to the same peer has.
+        let mode = match entrance.mode {
+            Mode::RelayAt(_) => Mode::Stripe,
+            mode => mode,
+        };
+        let entrance = Entrance {
+            route: route.to_owned(),
+            mode,
+            ..entrance.clone()
+        };
+        let count = Count::new(carriers.site.meter(route), Some(tally));
+        let began = Instant::now();
+        carriers.carry(
+            &entrance,
+            next_number(),
+            String::new(),
+            stream.counted(count),
+        );
+        Ok(Self {
+            stream: far,
+            outcome,
+            began,
+        })
+    }
+
+    /// Ends the channel after `error`. Returns the reason for its end, or else `text` with `error`.
+    fn failure(self, text: String, error: &io::Error) -> Failure {
+        drop(self.stream);
+        let failure = self.outcome.failure(TIMEOUT);
+        failure.unwrap_or_else(|| Failure::new(FaultCode::ChannelBroken, text).because(error))
+    }
+}
+
+/// Reads a report until its end.
+fn read(mut stream: &UnixStream, until: Instant) -> io::Result<String> {
+    stream.shutdown(Shutdown::Write)?;
+    let mut bytes = vec![0; MAX_REPORT_BYTES + 1];
+    let mut length = 0;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(bytes.get_mut(length..).unwrap_or_default())? {
+            0 if length == 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            0 => break,
+            count => length += count,
+        }
+        if length > MAX_REPORT_BYTES {
+            return Err(too_long());
+        }
+    }
+    bytes.truncate(length);
+    let not_text = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+    String::from_utf8(bytes).map_err(not_text)
 }
 
 /// Writes `bytes` to one end of a connection while it reads them from the same end.
@@ -187,5 +271,39 @@ impl Tally for Outcome {
             Ending::Well | Ending::LeftUnread => None,
         });
         self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i7_a_report_is_bounded_in_length_and_in_time() {
+        let of = |bytes: &[u8]| {
+            let (near, far) = UnixStream::pair().unwrap();
+            (&far).write_all(bytes).unwrap();
+            drop(far);
+            read(&near, Instant::now() + REPORT_LIMIT)
+        };
+        let longest = "x".repeat(MAX_REPORT_BYTES);
+        assert_eq!(of(longest.as_bytes()).unwrap(), longest);
+        let kind = |bytes: &[u8]| of(bytes).unwrap_err().kind();
+        assert_eq!(
+            kind(format!("{longest}y").as_bytes()),
+            io::ErrorKind::InvalidData
+        );
+        assert_eq!(kind(&[0xff]), io::ErrorKind::InvalidData);
+        assert_eq!(kind(b""), io::ErrorKind::UnexpectedEof);
+        // The text never ends.
+        let (near, far) = UnixStream::pair().unwrap();
+        (&far).write_all(b"x").unwrap();
+        let waited = read(&near, Instant::now() + Duration::from_millis(20));
+        let kind = waited.unwrap_err().kind();
+        assert!(matches!(
+            kind,
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock
+        ));
     }
 }

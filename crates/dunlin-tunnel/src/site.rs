@@ -19,6 +19,7 @@ use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
 use super::rate::{Pacer, Rates};
 use super::reached::ReachedSockets;
+use super::report::Reporter;
 use super::route::Listen;
 use super::status::RouteStatus;
 use super::threads::Threads;
@@ -37,6 +38,8 @@ pub(super) struct Site {
     /// The implementation of lanes over IPsec.
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
+    /// Makes the report for peers that ask.
+    pub(super) reporter: Option<Reporter>,
     identities: Mutex<Identities>,
     routes: Mutex<Routes>,
     /// The limits in force.
@@ -70,12 +73,14 @@ impl Site {
         identities: Identities,
         routes: &Routes,
         events: SyncSender<Event>,
+        reporter: Option<Reporter>,
     ) -> Self {
         Self {
             limits,
             port,
             sealed,
             connector: Arc::new(StandardConnector),
+            reporter,
             identities: Mutex::new(identities),
             routes: Mutex::new(routes.clone()),
             rates: Mutex::new(routes.rates.clone()),

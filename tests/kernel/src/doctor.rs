@@ -18,7 +18,7 @@ const HOST: &str = "examined";
 pub fn check(guest: &Guest) {
     // An installed system loads this module by itself, through its alias for the CPU feature.
     guest.command("modprobe", &["aesni_intel"]);
-    guest.command("ip", &["netns", "add", HOST]);
+    add_host(guest);
     let found = doctor(&["--json", "--path", "1M,1ms"], 1);
     let release = guest.output("uname", &["-r"]);
     compare(&of_kernel(release.trim()), &found);
@@ -32,7 +32,7 @@ pub fn check(guest: &Guest) {
 /// # Panics
 /// A verdict differs.
 pub fn without_tls(guest: &Guest) {
-    guest.command("ip", &["netns", "add", HOST]);
+    add_host(guest);
     let unloaded = guest.without_module("tls");
     let unasked = guest.without_loader();
     let found = doctor(&["--json"], 1);
@@ -50,6 +50,11 @@ pub fn without_tls(guest: &Guest) {
     drop(unasked);
     drop(unloaded);
     guest.command("ip", &["netns", "del", HOST]);
+}
+
+fn add_host(guest: &Guest) {
+    guest.command("ip", &["netns", "add", HOST]);
+    guest.command("ip", &["-n", HOST, "link", "set", "lo", "up"]);
 }
 
 /// The verdicts of `dunlin doctor`, which ends with this exit code.

@@ -2,8 +2,8 @@
 //! may load modules for its probes.
 //!
 //! ```text
-//!  tls, ipsec, nic, path, kvm, memory, toolstack, identity ─▶ verdicts ─▶ report
-//!                                                        JSON of two hosts ─▶ compare
+//!  tls, ipsec, nic, path, kvm, memory, toolstack, identity, peer ─▶ verdicts ─▶ report
+//!                                                             JSON of two hosts ─▶ compare
 //! ```
 //!
 //! In each file, functions that read are apart from functions that judge what was read.
@@ -15,6 +15,7 @@ mod kvm;
 mod memory;
 mod nic;
 mod path;
+mod peer;
 mod report;
 mod tls;
 mod toolstack;
@@ -22,12 +23,12 @@ pub(crate) mod verdict;
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 
 use crate::code::{DONE, FAILED};
 use crate::identity::Reading;
-use path::Path;
+use path::PathFlag;
 use verdict::{State, Verdict, setting};
 
 #[derive(Debug, Args)]
@@ -39,12 +40,17 @@ pub(crate) struct Doctor {
     /// /etc/dunlin, /etc/pki/qemu and /etc/pki that has some].
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
+    /// Also ask the running tunnel of this peer about its host, with the identity of the
+    /// configuration; repeatable. The peer answers if it allows this host a route. The port is 18300
+    /// if none is given.
+    #[arg(long = "peer", value_name = "HOST[:PORT]")]
+    peers: Vec<String>,
     /// Compare the socket buffers with a path of this rate in bytes per second and round-trip time,
-    /// such as 3G,20ms.
+    /// such as 3G,20ms; or `measured`, for the path to the first peer.
     #[arg(long, value_name = "RATE,RTT")]
-    path: Option<Path>,
+    path: Option<PathFlag>,
     /// Compare the output of --json of two hosts, and examine nothing.
-    #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["config", "identity", "path", "strict"])]
+    #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["config", "identity", "peers", "path", "strict"])]
     compare: Vec<PathBuf>,
     /// Exit with 1 for warnings too.
     #[arg(long)]
@@ -67,7 +73,7 @@ impl Doctor {
         if let [one, other] = &self.compare[..] {
             return compare::run(one, other, self.json);
         }
-        let verdicts = self.examine();
+        let verdicts = self.examine()?;
         match self.json {
             true => report::json(&verdicts),
             false => report::table(&verdicts),
@@ -83,7 +89,7 @@ impl Doctor {
         }
     }
 
-    fn examine(&self) -> Vec<Verdict> {
+    fn examine(&self) -> Result<Vec<Verdict>> {
         let (config, config_verdict) = identity::config(self.config.as_deref());
         let directory = self.identity.as_deref();
         let (directory, reading) = match (&config, directory) {
@@ -94,20 +100,37 @@ impl Doctor {
             .as_ref()
             .filter(|(_, config)| !config.redirects.is_empty())
             .map(|(path, _)| &**path);
+        let is_measured = matches!(self.path, Some(PathFlag::Measured));
+        ensure!(
+            !is_measured || !self.peers.is_empty(),
+            "--path measured needs a peer: give --peer HOST"
+        );
+        let (of_peers, measured) = match (&config, &self.peers[..]) {
+            (_, []) => (Vec::new(), None),
+            (Some((file, _)), peers) => peer::examine(file, peers, is_measured)?,
+            (None, _) => {
+                bail!("--peer needs the tunnel's configuration: give a valid --config FILE")
+            }
+        };
+        let path = match self.path {
+            Some(PathFlag::Given(path)) => Some(path),
+            _ => measured,
+        };
         let mut all = vec![host()];
         all.extend(tls::auto());
         all.extend(tls::kernel());
         all.extend(tls::ciphers());
         all.extend(ipsec::examine());
         all.extend(nic::examine());
-        all.extend(path::examine(self.path));
+        all.extend(path::examine(path));
         all.extend(kvm::examine());
         all.extend(memory::examine());
         all.push(config_verdict);
         all.push(identity::certificates(directory, &reading));
         all.extend(toolstack::redirects(redirected));
         all.extend(toolstack::libvirt(&self.qemu_conf, redirected.is_some()));
-        all
+        all.extend(of_peers);
+        Ok(all)
     }
 }
 

@@ -14,6 +14,25 @@ pub(super) struct Path {
     pub(super) round_trip: Duration,
 }
 
+/// The path with which to compare.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum PathFlag {
+    Given(Path),
+    /// The path to the first peer.
+    Measured,
+}
+
+impl FromStr for PathFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "measured" => Ok(Self::Measured),
+            text => text.parse().map(Self::Given),
+        }
+    }
+}
+
 impl FromStr for Path {
     type Err = String;
 
@@ -33,7 +52,8 @@ impl FromStr for Path {
 impl Path {
     /// The bytes in flight that fill the path.
     fn product(&self) -> u64 {
-        let bytes = u128::from(self.bytes_per_s) * self.round_trip.as_nanos() / 1_000_000_000;
+        let bytes =
+            u128::from(self.bytes_per_s).saturating_mul(self.round_trip.as_nanos()) / 1_000_000_000;
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
 }
@@ -45,7 +65,7 @@ struct Limits {
     /// buffers of a lane.
     tcp: [u64; 2],
     /// `net.core.rmem_max` and `wmem_max`, for programs that set sizes themselves.
-    fixed: [u64; 2],
+    fixed: [Option<u64>; 2],
 }
 
 pub(super) fn examine(path: Option<Path>) -> Vec<Verdict> {
@@ -57,8 +77,7 @@ pub(super) fn examine(path: Option<Path>) -> Vec<Verdict> {
                 last("/proc/sys/net/ipv4/tcp_wmem")?,
             ],
             // Only the first network namespace of a host has these before Linux 6.12.
-            fixed: ["rmem_max", "wmem_max"]
-                .map(|name| last(&format!("/proc/sys/net/core/{name}")).unwrap_or(0)),
+            fixed: ["rmem_max", "wmem_max"].map(|name| last(&format!("/proc/sys/net/core/{name}"))),
         })
     };
     vec![match read() {
@@ -74,9 +93,10 @@ pub(super) fn examine(path: Option<Path>) -> Vec<Verdict> {
 fn buffers(limits: Limits, path: Option<Path>) -> Verdict {
     let check = "net.buffers";
     let [receive, send] = limits.tcp;
-    let [rmem_max, wmem_max] = limits.fixed;
-    let value =
-        format!("tcp_rmem {receive}, tcp_wmem {send}, rmem_max {rmem_max}, wmem_max {wmem_max}");
+    let mut value = format!("tcp_rmem {receive}, tcp_wmem {send}");
+    if let [Some(receive), Some(send)] = limits.fixed {
+        value.push_str(&format!(", rmem_max {receive}, wmem_max {send}"));
+    }
     let lane = receive.min(send);
     let Some(path) = path else {
         return Verdict::unknown(
@@ -84,7 +104,7 @@ fn buffers(limits: Limits, path: Option<Path>) -> Verdict {
             format!(
                 "a lane has at most {} KiB in flight: {} MiB/s at a round trip of 10 ms",
                 lane >> 10,
-                lane * 100 >> 20
+                (lane * 100) >> 20
             ),
             "compare with a path: --path RATE,RTT",
         )
@@ -135,7 +155,7 @@ mod tests {
     fn a_lane_carries_the_smaller_of_both_buffers_per_round_trip() {
         let limits = Limits {
             tcp: [6 << 20, 4 << 20],
-            fixed: [0; 2],
+            fixed: [None; 2],
         };
         let judge = |path: &str| buffers(limits, Some(path.parse().unwrap()));
         assert_eq!(judge("4M,1s").state, State::Ok);

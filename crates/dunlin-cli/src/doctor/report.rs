@@ -37,7 +37,7 @@ pub(super) fn json(verdicts: &[Verdict]) {
 }
 
 pub(super) fn table(verdicts: &[Verdict]) {
-    let mut before = "";
+    let mut before = String::new();
     let width = |text: fn(&Verdict) -> &str| {
         let lengths = verdicts.iter().map(|one| text(one).chars().count());
         lengths.max().unwrap_or(0)
@@ -45,7 +45,10 @@ pub(super) fn table(verdicts: &[Verdict]) {
     let check = width(|one| &one.check);
     let value = width(|one| &one.value).min(WIDEST);
     for one in verdicts {
-        let group = title(&one.check);
+        let mut group = title(&one.check).to_owned();
+        if let Some(peer) = &one.peer {
+            group = format!("{group} {}", clean(peer));
+        }
         if group != before {
             println!("{}{group}", if before.is_empty() { "" } else { "\n" });
             before = group;

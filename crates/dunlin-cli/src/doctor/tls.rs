@@ -17,7 +17,7 @@ use crate::identity::{chosen, crypto};
 /// The suite of a connection between two hosts that allow all suites.
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
 /// Below this speed, sealed and opened, a core fills 2 Gbit/s at most: the processor, or the CPU
-/// model of a virtual machine, has no AES instructions.
+/// model of a virtual machine, has no AES instructions, or is emulated.
 const LEAST_SPEED: f64 = 256.0 * 1024.0 * 1024.0;
 const NO_TLS: &str = "modprobe tls, or use a kernel with CONFIG_TLS";
 
@@ -141,7 +141,8 @@ fn rekey(probed: &Probed) -> Verdict {
             Verdict::ok(check, "yes", "the kernel can replace a connection's keys")
         }
         Ok(_) => no("use Linux 6.14 or newer"),
-        Err(_) => no(NO_TLS),
+        Err(Refused::Absent) => no(NO_TLS),
+        Err(refused) => Verdict::unknown(check, refused.to_string(), "see tls.module"),
     }
 }
 
@@ -170,7 +171,7 @@ fn library_speed(speed: &Speed) -> Verdict {
     let means = "AES-256-GCM, sealed and opened on one core";
     if speed.bytes_per_second < LEAST_SPEED {
         let fix = "give a virtual machine the host's CPU model, or use more cores and lanes";
-        return Verdict::warn(&check, value, format!("{means}: no AES instructions"), fix);
+        return Verdict::warn(&check, value, format!("{means}: slow"), fix);
     }
     Verdict::ok(&check, value, means)
 }
@@ -192,7 +193,7 @@ fn kernel_speed(measured: Result<Option<f64>, Refused>, best: f64) -> Verdict {
             "try again on an idle host",
         ),
         Err(Refused::Absent) => Verdict::unknown(check, "the kernel has no TLS", NO_TLS),
-        Err(refused) => Verdict::unknown(check, refused.to_string(), NO_TLS),
+        Err(refused) => Verdict::unknown(check, refused.to_string(), "see tls.module"),
     }
 }
 
@@ -240,6 +241,7 @@ mod tests {
         assert_eq!(module(&Err(failed), true).state, State::Unknown);
         let keys = [able(true), able(false), Err(Refused::Absent)];
         assert_eq!(keys.map(|one| rekey(&one).value), ["yes", "no", "no"]);
+        assert_eq!(rekey(&Err(Refused::Gone)).state, State::Unknown);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `dunlin tunnel check`: the configuration and its certificates, and with `--connect` the path to
 //! each peer.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
@@ -107,6 +107,13 @@ fn peers(routes: &Routes) -> Vec<Entrance> {
         }
     }
     peers
+}
+
+/// A configuration, and a tunnel with its identity that accepts no connections of hypervisors.
+pub(crate) fn prober(config: &Path) -> Result<(Config, Tunnel)> {
+    let (config, identities) = read(config)?;
+    let tunnel = tunnel(&config, identities, &[])?;
+    Ok((config, tunnel))
 }
 
 /// A tunnel that accepts no connections of hypervisors.

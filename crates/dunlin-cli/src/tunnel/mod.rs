@@ -10,6 +10,7 @@ mod config;
 mod control_service;
 pub(crate) mod line;
 mod redirected;
+mod report;
 mod rules;
 mod run;
 mod show;
@@ -18,11 +19,13 @@ mod stdio;
 use anyhow::Result;
 use clap::Subcommand;
 
+pub(crate) use check::prober;
 pub(crate) use config::Config;
 pub(crate) use config::redirect::{Listeners, PEER_PORT, Redirect, RedirectPeer, today};
 pub(crate) use config::socket::{parse_group, parse_mode};
 pub(crate) use config::table::{Port, parse_port, parse_server, socket_path};
 pub(crate) use redirected::look_up;
+pub(crate) use report::{Report, unix};
 pub(crate) use show::{show, status_within};
 
 #[derive(Debug, Subcommand)]

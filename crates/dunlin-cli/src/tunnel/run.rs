@@ -22,6 +22,7 @@ use super::config::table::Port;
 use super::config::{Config, Ipsec};
 use super::control_service::{ControlService, name_of};
 use super::redirected;
+use super::report::Reporter;
 use super::rules::Rules;
 use crate::code::FAILED;
 use crate::confine::{self, ConfiningService, Needs};
@@ -79,6 +80,9 @@ impl Run {
         let published = socket
             .as_ref()
             .map(|_| StatusSocket::bind(&self.control, "tunnel"));
+        let rules = Rules::in_directory(&self.redirect_state);
+        let has_rules = !config.redirects.is_empty();
+        let reporter = Reporter::new(&identities, has_rules, rules.clone())?;
         // Confine the process before it starts threads, because existing threads would stay
         // unconfined.
         let control = socket
@@ -100,9 +104,9 @@ impl Run {
             .sockets(passed)
             .sealed(sealed.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .observer(observer)
+            .report(reporter.answers())
             .start()?;
         let tunnel = Arc::new(tunnel);
-        let rules = Rules::in_directory(&self.redirect_state);
         rules.clone().log_changes(&tunnel)?;
         let service = match &socket {
             Some(socket) => Some(ControlService::serve(
@@ -131,7 +135,7 @@ impl Run {
         let mut drain = config.drain;
         wait_for(sender, ends, hang_ups, || ())?;
         let ended = serve(events, &manager, "configuration", || {
-            drain = reload(&self.config, &tunnel, &confined)?;
+            drain = reload(&self.config, &tunnel, &confined, &reporter)?;
             Ok(())
         });
         let Some(signal) = ended else {
@@ -234,7 +238,7 @@ fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
 }
 
 /// Reloads the configuration; returns the new drain limit.
-fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
+fn reload(file: &Path, tunnel: &Tunnel, confined: &Line, reporter: &Reporter) -> Result<Duration> {
     let (config, identities) = read(file)?;
     if confine::is_confined(confined)
         && let Some((text, to_do)) = unconfined(&config)
@@ -254,7 +258,8 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     if is_new {
         say("the address for peers stays as it is until the tunnel is restarted");
     }
-    tunnel.replace(identities, &config.routes)?;
+    tunnel.replace(identities.clone(), &config.routes)?;
+    reporter.renew(&identities, !config.redirects.is_empty());
     Ok(config.drain)
 }
 
