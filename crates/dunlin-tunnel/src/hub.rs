@@ -536,6 +536,7 @@ impl Hub {
         let cutters = core.cutters.clone();
         let mut status = Status {
             peer: self.terms.peer_name(),
+            selector: self.terms.peer.selector(),
             at: self.terms.lanes_at,
             channels: core.channels.routes(),
             lanes: core.cutters.len(),

@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use dunlin_lane::peers::Peer;
+
 use crate::failure::Failure;
 use crate::meter::Traffic;
 use crate::route::{Listen, Target};
@@ -11,6 +13,8 @@ use crate::route::{Listen, Target};
 pub struct Status {
     /// The peer's name.
     pub peer: String,
+    /// Selects the peer, for [`Tunnel::set_peer_rate`](crate::Tunnel::set_peer_rate).
+    pub selector: Peer,
     /// The peer's address.
     pub at: SocketAddr,
     /// The route of each open channel.

@@ -3,6 +3,7 @@
 use std::time::UNIX_EPOCH;
 
 use dunlin::lane::identity::Dated;
+use dunlin_lane::{Peer, PeerName};
 use dunlin_tunnel::{LaneStatus, OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
@@ -132,6 +133,10 @@ pub(crate) struct ListenerLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct PeerLine {
     pub(crate) peer: String,
+    /// The name or the pin of the peer for `dunlin tunnel set --peer`; empty if the tunnel runs an
+    /// earlier release.
+    #[serde(default)]
+    pub(crate) selector: String,
     pub(crate) at: String,
     pub(crate) channels: u64,
     /// Lanes of both directions.
@@ -265,6 +270,11 @@ impl From<&Status> for PeerLine {
     fn from(status: &Status) -> Self {
         Self {
             peer: status.peer.clone(),
+            selector: match &status.selector {
+                Peer::Name(PeerName::Dns(name) | PeerName::Uri(name)) => name.clone(),
+                Peer::Name(PeerName::Ip(address)) => address.to_string(),
+                Peer::Pin(pin) => pin.to_string(),
+            },
             at: status.at.to_string(),
             channels: status.channels.len() as u64,
             lanes: status.lanes as u64,

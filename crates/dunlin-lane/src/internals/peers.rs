@@ -318,6 +318,19 @@ impl PeerIdentity {
         }
     }
 
+    /// Returns the allowed peer that selects this peer in settings for single peers, and as few
+    /// others as possible.
+    pub fn selector(&self) -> Peer {
+        match &self.authorised_by {
+            AuthorisedBy::Pin(pin) => Peer::Pin(*pin),
+            AuthorisedBy::Name(name) if !name.is_pattern() => Peer::Name(name.clone()),
+            _ => match self.names.first() {
+                Some(name) => Peer::Name(name.clone()),
+                None => Peer::Pin(Pin::Certificate(self.fingerprint)),
+            },
+        }
+    }
+
     /// Returns what identifies this peer on later connections, even after its certificate is
     /// renewed: see [`PeerIdentity::is`].
     ///

@@ -11,6 +11,7 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::peers::Peer;
 use dunlin_linux::socket::{set_reset_on_close, wait_writable};
 use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
@@ -39,6 +40,7 @@ pub(super) struct Channel {
     pub(super) number: u32,
     pub(super) route: String,
     pub(super) peer: String,
+    pub(super) selector: Peer,
     pub(super) at: SocketAddr,
     pub(super) plain: Socket,
     pub(super) tls: TcpStream,
@@ -156,6 +158,7 @@ impl Channel {
     pub(super) fn status(&self) -> Status {
         Status {
             peer: self.peer.clone(),
+            selector: self.selector.clone(),
             at: self.at,
             channels: vec![self.route.clone()],
             lanes: 1,

@@ -48,6 +48,7 @@ impl Channel {
             number,
             route: route.to_owned(),
             peer: harmless(&relayed.peer.to_string()),
+            selector: relayed.peer.selector(),
             at: relayed.at,
             plain,
             tls,
