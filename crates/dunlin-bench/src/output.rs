@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use clap::Args;
 
+use crate::progress::Progress;
 use crate::results::Results;
 use crate::{report, table};
 
@@ -23,6 +24,12 @@ pub struct Output {
 }
 
 impl Output {
+    /// Creates the progress of a run with `steps` calls of [`Progress::step`].
+    #[must_use]
+    pub fn progress(&self, steps: usize) -> Progress {
+        Progress::new(steps, self.json)
+    }
+
     /// Prints the results, and writes the report if one was requested. A closed standard output is
     /// not an error.
     ///

@@ -2,22 +2,21 @@
 
 use std::io::{IsTerminal, Write, stderr};
 
-/// Shows the current step of a benchmark on one line of standard error, if that is a terminal.
+/// Shows the current step of a benchmark on one line of standard error, if that is a terminal and
+/// the results are not printed as JSON.
 #[derive(Debug)]
 pub struct Progress {
     steps: usize,
     done: usize,
-    is_terminal: bool,
+    is_shown: bool,
 }
 
 impl Progress {
-    /// Creates the progress of a run with `steps` calls of [`Progress::step`].
-    #[must_use]
-    pub fn new(steps: usize) -> Self {
+    pub(crate) fn new(steps: usize, json: bool) -> Self {
         Self {
             steps,
             done: 0,
-            is_terminal: stderr().is_terminal(),
+            is_shown: !json && stderr().is_terminal(),
         }
     }
 
@@ -28,7 +27,7 @@ impl Progress {
     }
 
     fn write(&self, text: &str) {
-        if self.is_terminal {
+        if self.is_shown {
             // Ignore errors: a measurement continues even if its progress cannot be shown.
             let _ = write!(stderr(), "\r\x1b[K{text}");
             let _ = stderr().flush();

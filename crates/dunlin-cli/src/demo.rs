@@ -21,6 +21,7 @@ use crate::display::Display;
 use crate::line::{FailedLine, Line, MovedLine};
 use crate::options::{GUESTS, LaneCount, MigrateFlags, SecurityName, named, parse_bytes};
 use crate::process::{Pair, Scratch};
+use crate::progress::Waiting;
 use crate::vm::request::ANSWER_LIMIT;
 use crate::vm::status;
 
@@ -77,8 +78,13 @@ impl Demo {
                 LaneSecurity::from(self.security),
             ));
         }
+        let waiting = Waiting::new(
+            self.json,
+            "the guest starts, and runs at the source for a while",
+        );
         let mut pair = self.start(guest, &scratch)?;
         std::thread::sleep(RUNS_FOR);
+        drop(waiting);
         let flags = MigrateFlags {
             lanes: self.lanes,
             security: self.security,
@@ -97,6 +103,7 @@ impl Demo {
             Ok(moved) => moved,
             Err(failed) => return Ok(failed.code),
         };
+        let waiting = Waiting::new(self.json, "comparing the memories; the guest runs on");
         let (control, digests) = pair.destination.wait_for(|line| match line {
             Line::Received {
                 control, digests, ..
@@ -107,6 +114,7 @@ impl Demo {
         let arrived = status(&control, ANSWER_LIMIT)?;
         std::thread::sleep(RUNS_FOR);
         let later = status(&control, ANSWER_LIMIT)?;
+        drop(waiting);
         if later.state != "running" || later.pages_checked <= arrived.pages_checked {
             bail!(
                 "the guest does not run at the destination: it is {}, and has checked {} pages \

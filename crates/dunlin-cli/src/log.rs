@@ -22,9 +22,9 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
 
-use crate::line::FailedLine;
-use crate::output::is_writable;
-use crate::text::{clean, plain};
+use crate::line::{FailedLine, plain};
+use crate::progress;
+use crate::text::clean;
 use crate::timeline;
 
 /// The format of the log, if this process writes one.
@@ -115,6 +115,7 @@ pub(crate) fn fail(failed: &FailedLine) {
 
 /// Writes one line with a single call. A closed standard error is not an error.
 fn write(line: &str) {
+    progress::clear();
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 

@@ -25,6 +25,7 @@ mod options;
 mod pages;
 mod pki;
 mod process;
+mod progress;
 mod published;
 mod redirect;
 mod service;

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Progress, Results, touch_physical_memory};
+use dunlin_bench::{Output, Results, touch_physical_memory};
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 use dunlin_test_base::Scratch;
 use serde_json::Value;
@@ -111,7 +111,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
         turns.extend(options.rtt_ms.iter().map(of));
     }
     let mut results = Results::default();
-    let mut progress = Progress::new(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len());
     let measured = turns::rounds(options.rounds, &turns, |turn| {
         progress.step(&turn.to_string());
         let measured = bench.migrate(*turn)?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin_bench::{Output, Progress, Results};
+use dunlin_bench::{Output, Results};
 use dunlin_rig::debian;
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
@@ -139,7 +139,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         }
     }
     let mut results = Results::default();
-    let mut progress = Progress::new(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len());
     let measured = turns::rounds(options.rounds, &turns, |turn| {
         progress.step(&turn.to_string());
         match (*turn, &qemu) {

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
+use dunlin_bench::{Output, Results, process, touch_physical_memory};
 use dunlin_rig::debian::{self, Qemu};
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Credentials, Machine, Migration, Setup, begin, finish};
@@ -197,7 +197,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
         )
     });
     let mut results = Results::default();
-    let mut progress = Progress::new(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len());
     let measured = turns::rounds(options.rounds, &turns, |turn| {
         progress.step(&turn.to_string());
         match (*turn, &rig) {

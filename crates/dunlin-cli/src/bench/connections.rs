@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use clap::Args;
 use dunlin::lane::fastest::auto;
-use dunlin_bench::{Progress, Results, Spread};
+use dunlin_bench::{Results, Spread};
 
 use super::common::Common;
 use super::rig::{Rig, connection};
@@ -48,7 +48,8 @@ impl Connections {
         };
         let cpus = std::thread::available_parallelism()?.get();
         let mut results = Results::default();
-        let mut progress = Progress::new(self.common.rounds * LANES.len());
+        let steps = self.common.rounds * LANES.len();
+        let mut progress = self.common.output.progress(steps);
         for _ in 0..self.common.rounds {
             let mut one_lane = 0.0;
             for lanes in LANES {

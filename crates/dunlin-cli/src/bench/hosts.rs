@@ -31,7 +31,7 @@ use dunlin::lane::dial::{
 use dunlin::lane::peers::PeerIdentity;
 use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
-use dunlin_bench::{Progress, Results};
+use dunlin_bench::Results;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{
@@ -139,7 +139,8 @@ impl BetweenHosts {
         .encode(&mut offer)?;
         control.send(&offer)?;
         let mut results = Results::default();
-        let mut progress = Progress::new((rounds + 1) * counts.len() * VARIANTS.len());
+        let steps = (rounds + 1) * counts.len() * VARIANTS.len();
+        let mut progress = bench.output.progress(steps);
         for round in 0..=rounds {
             for &lanes in counts {
                 for (variant, ipsec) in VARIANTS {

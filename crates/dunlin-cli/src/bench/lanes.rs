@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::Args;
-use dunlin_bench::{Progress, Results};
+use dunlin_bench::Results;
 
 use super::common::Common;
 use super::floor;
@@ -41,7 +41,8 @@ impl Lanes {
         let providers = self.common.providers();
         let mut results = Results::default();
         let rounds = 0..=self.common.rounds;
-        let mut progress = Progress::new(rounds.clone().count() * counts.len() * providers.len());
+        let steps = rounds.clone().count() * counts.len() * providers.len();
+        let mut progress = self.common.output.progress(steps);
         for round in rounds {
             for &lanes in &counts {
                 let plain = rig.transfer(None, lanes, rig.bytes, None)?;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Progress, Results};
+use dunlin_bench::{Output, Results};
 use serde_json::{Value, json};
 
 use crate::line::{IterationLine, MovedLine};
@@ -55,7 +55,8 @@ impl Thrash {
         let scratch = Scratch::with_identities("bench")?;
         let provider = dunlin::lane::fastest::auto().provider;
         let mut results = Results::default();
-        let mut progress = Progress::new(self.rounds * rates.len() * LANES.len());
+        let steps = self.rounds * rates.len() * LANES.len();
+        let mut progress = self.output.progress(steps);
         for _ in 0..self.rounds {
             for &rate in rates {
                 let pages_per_s = rate / PAGE_BYTES;

@@ -27,6 +27,7 @@ use crate::code;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::log;
 use crate::options::{named, parse_limit};
+use crate::progress::Waiting;
 
 /// The byte that carries the sockets; receivers ignore its value.
 const CARRIER: &[u8] = b"x";
@@ -98,9 +99,12 @@ impl Connect {
         let to = self.caller()?;
         let (tls, warning) = self.tls()?;
         let mut handed = Vec::new();
+        let what = format!("connecting to {} port {}", self.host, self.port);
+        let waiting = Waiting::new(self.json, &what);
         for _ in 0..self.connections {
             handed.push(self.one(&tls, deadline)?);
         }
+        drop(waiting);
         let mut out = io::stdout().lock();
         for (_, line) in &handed {
             writeln!(out, "{line}").context("cannot write to standard output")?;

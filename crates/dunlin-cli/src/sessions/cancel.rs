@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use crate::options::ControlPath;
+use crate::progress::Waiting;
 use crate::state::{StatePath, about, parse_session};
 use crate::vm::request::Request;
 
@@ -28,7 +29,10 @@ pub(crate) struct Cancel {
 
 impl Cancel {
     pub(crate) fn run(&self) -> Result<i32> {
-        let code = Request::Cancel.ask(&self.socket()?)?.done(self.json)?;
+        let mut client = Request::Cancel.ask(&self.socket()?)?;
+        let waiting = Waiting::new(self.json, "cancelling");
+        let code = client.done(self.json)?;
+        drop(waiting);
         if !self.json {
             println!("cancelled; the VM stays at the source");
         }

@@ -22,6 +22,7 @@ use crate::code::{DONE, FAILED, USAGE};
 use crate::identity::{Common, Reading, client_tls};
 use crate::line::Line;
 use crate::options::parse_limit;
+use crate::progress::Waiting;
 use crate::state::{StatePath, hex, parse_session};
 use crate::text::clean;
 use crate::vm::request::{ANSWER_LIMIT, Decision, Request, inquiry_options};
@@ -64,7 +65,9 @@ impl Resolve {
         if let Some(identity) = &self.identity
             && record.state == State::Source(SourceRecord::Committing)
         {
+            let waiting = Waiting::new(self.json, &format!("querying {}", record.peer));
             let answered = self.ask_destination(&entry, &record, identity)?;
+            drop(waiting);
             match self.take(&answered, &entry, &record)? {
                 Some(question) => doubt = question,
                 None => return Ok(DONE),

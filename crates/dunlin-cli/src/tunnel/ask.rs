@@ -1,7 +1,7 @@
 //! `dunlin tunnel open` and `close`: listeners of a running tunnel.
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -15,7 +15,9 @@ use super::line::ListenerLine;
 use crate::control::Client;
 use crate::line::Line;
 use crate::options::{ControlPath, TUNNELS, parse_lanes};
+use crate::progress::Waiting;
 use crate::text::clean;
+use crate::vm::request::ANSWER_LIMIT;
 
 /// The channels to open.
 #[derive(Debug, Args)]
@@ -153,19 +155,34 @@ impl Open {
             let _ = writeln!(out, "{}", clean(&opened.listen));
             let _ = out.flush();
         }
+        let _waiting = self
+            .wait
+            .then(|| Waiting::new(self.json, "waiting for the last connection to end"));
         client.done(self.json && self.wait)
     }
 }
 
 impl Set {
     pub(crate) fn run(&self) -> Result<i32> {
-        let request = Request::Set {
-            route: self.route.clone(),
-            peer: self.peer.clone(),
-            bytes_per_s: self.rate.0,
-        };
-        self.which.ask(&request)?.done(self.json)
+        let (route, peer) = (self.route.clone(), self.peer.clone());
+        set_rate(&self.which.socket()?, route, peer, self.rate.0, self.json)
     }
+}
+
+/// Limits the rate of a route or to a peer of the tunnel behind a control socket.
+pub(crate) fn set_rate(
+    socket: &Path,
+    route: Option<String>,
+    peer: Option<String>,
+    bytes_per_s: Option<u64>,
+    json: bool,
+) -> Result<i32> {
+    let request = Request::Set {
+        route,
+        peer,
+        bytes_per_s,
+    };
+    request.ask(socket, Some(ANSWER_LIMIT))?.done(json)
 }
 
 impl Close {

@@ -13,6 +13,7 @@ use super::run::read;
 use crate::code::{DONE, FAILED};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::parse_bytes;
+use crate::progress::Waiting;
 use crate::text::clean;
 
 #[derive(Debug, Args)]
@@ -55,7 +56,14 @@ impl Check {
         let tunnel = tunnel(&config, identities, &peers)?;
         let mut code = DONE;
         for peer in &peers {
-            let line = match tunnel.probe(peer, self.size) {
+            let what = format!(
+                "route {} to {}: sending bytes there and back",
+                peer.route, peer.to
+            );
+            let waiting = Waiting::new(self.json, &what);
+            let probed = tunnel.probe(peer, self.size);
+            drop(waiting);
+            let line = match probed {
                 Ok(probe) => {
                     let seconds = probe.remaining.as_secs_f64().max(1e-9);
                     Line::Checked(CheckedLine {

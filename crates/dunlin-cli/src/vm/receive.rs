@@ -1,7 +1,7 @@
 //! `dunlin vm receive`: waits for a VM, then owns it.
 
 use std::net::TcpListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -12,6 +12,7 @@ use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
 use dunlin::engine::{MigrateError, VmIs, fault_behind};
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec as ipsec;
+use dunlin_lane::sync::lock;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
@@ -24,6 +25,7 @@ use crate::control::{self, Socket};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit};
+use crate::progress::Waiting;
 use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
 use crate::service::{cannot_listen, start};
@@ -103,7 +105,12 @@ impl Receive {
             service: &service,
             socket: None,
         };
+        let arriving = Mutex::new(None);
         let observe = |event: &DestinationEvent| {
+            if let DestinationEvent::Offered(offered) = event {
+                let what = format!("VM {} arrives", offered.vm.name);
+                *lock(&arriving) = Some(Waiting::new(self.own.json, &what));
+            }
             service.observe(event);
             story::at_destination(event);
             self.observe(event);
@@ -128,6 +135,7 @@ impl Receive {
                 .observer(&observe)
                 .cancel(&cancel)
                 .run(&mut builder);
+            drop(lock(&arriving).take());
             // Whether no source has connected and this process still waits for one.
             let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {

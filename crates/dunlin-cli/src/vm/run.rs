@@ -13,6 +13,7 @@ use crate::code::USAGE;
 use crate::control::Socket;
 use crate::line::Line;
 use crate::options::{GUESTS, named, parse_bytes};
+use crate::progress::Waiting;
 use crate::published::StatusSocket;
 use crate::sessions::left_behind;
 
@@ -117,7 +118,9 @@ impl Run {
             };
             anyhow::Error::new(error).context(what)
         })?;
+        let waiting = Waiting::new(self.own.json, "filling the VM's memory");
         vm.fill().context("cannot fill the VM's memory")?;
+        drop(waiting);
         vm.start().context("cannot start the VM")?;
         let vm = Movable::new(Arc::new(vm));
         // Do this before the line below is printed, because a client that has read it may send
