@@ -2,8 +2,10 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
+use serde_json::{Value, json};
 
 use crate::code::DONE;
+use crate::line::print_json;
 
 /// All entries. Each one begins with `## CODE`.
 const TEXT: &str = include_str!("explain.md");
@@ -12,22 +14,35 @@ const TEXT: &str = include_str!("explain.md");
 pub(crate) struct Explain {
     /// A fault code, such as lane-lost, or an exit code [default: list all codes].
     code: Option<String>,
+    /// Print one JSON object for each code, with its cause and its remedy.
+    #[arg(long)]
+    json: bool,
 }
 
 impl Explain {
     pub(crate) fn run(&self) -> Result<i32> {
-        let Some(wanted) = &self.code else {
-            for (code, _) in entries() {
-                println!("{code}");
-            }
-            return Ok(DONE);
+        let wanted = self.code.as_deref();
+        let mut found = entries().filter(|(code, _)| wanted.is_none_or(|wanted| *code == wanted));
+        let Some(first) = found.next() else {
+            let wanted = wanted.unwrap_or_default();
+            bail!("unknown error code {wanted:?}: `dunlin explain` lists all codes");
         };
-        match entries().find(|(code, _)| code == wanted) {
-            Some((_, text)) => println!("{text}"),
-            None => bail!("unknown error code {wanted:?}: `dunlin explain` lists all codes"),
+        for (code, text) in std::iter::once(first).chain(found) {
+            match wanted {
+                _ if self.json => print_json(&object(code, text)),
+                Some(_) => println!("{text}"),
+                None => println!("{code}"),
+            }
         }
         Ok(DONE)
     }
+}
+
+/// An entry, without the line breaks of its source.
+fn object(code: &str, text: &str) -> Value {
+    let (cause, remedy) = text.split_once("\n\n").unwrap_or((text, ""));
+    let part = |text: &str, name| text.trim_start_matches(name).replace('\n', " ");
+    json!({ "code": code, "cause": part(cause, "Cause: "), "remedy": part(remedy, "Remedy: ") })
 }
 
 /// Codes, each with its cause and remedy.

@@ -11,9 +11,108 @@ mod tunnel;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use dunlin_rig::hosts::Family;
-use etc::{GROUP, RESERVED, Scene};
-use support::{Done, finish, words};
+use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
+use dunlin_rig::need;
+use serde_json::json;
+use support::{Done, Hosts, finish, words};
+use tunnel::{Tunnel, control};
+
+const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
+
+/// Two hosts, each with directories of its own in place of /etc/dunlin, /etc/sysctl.d, /run and
+/// /var/lib/dunlin.
+struct Scene {
+    link: Link,
+    a: Host,
+    b: Host,
+    files: Hosts,
+}
+
+impl Scene {
+    fn new() -> Option<Self> {
+        if !need::hosts() {
+            return None;
+        }
+        let (a, b) = (Host::new("a").unwrap(), Host::new("b").unwrap());
+        let link = Link::new(&a, &b, &LinkOptions::default()).unwrap();
+        let files = Hosts::new();
+        for host in ["a", "b"] {
+            for directory in ["etc", "sysctl", "run", "state"] {
+                fs::create_dir_all(files.scratch.join(format!("host-{host}/{directory}"))).unwrap();
+            }
+        }
+        Some(Self { link, a, b, files })
+    }
+
+    fn host(&self, name: &str) -> &Host {
+        if name == "a" { &self.a } else { &self.b }
+    }
+
+    fn path(&self, host: &str, path: &str) -> PathBuf {
+        self.files.scratch.join(format!("host-{host}")).join(path)
+    }
+
+    /// A command on a host. `ip netns exec` gives it mounts of its own.
+    fn command(&self, host: &str, command: &Command) -> Command {
+        let mounts = [
+            ("etc", "/etc/dunlin"),
+            ("sysctl", "/etc/sysctl.d"),
+            ("state", "/var/lib/dunlin"),
+            ("run", "/run"),
+        ];
+        let mounts = mounts.map(|(from, to)| {
+            let from = self.path(host, from);
+            format!("mkdir -p {to} && mount --bind {} {to}", from.display())
+        });
+        let mut shell = Command::new("sh");
+        let script = format!("{} && exec \"$@\"", mounts.join(" && "));
+        shell.args(["-c", &script, "sh"]);
+        shell.arg(command.get_program()).args(command.get_args());
+        self.host(host).enter(&shell)
+    }
+
+    fn dunlin(&self, host: &str, line: &str) -> Command {
+        self.command(host, &words(line))
+    }
+
+    /// `libvirt enable` on a host, for the other host as peer.
+    fn enable(&self, host: &str, more: &str) -> Done {
+        let (peer, identity) = match host {
+            "a" => (&self.b, "b.test"),
+            _ => (&self.a, "a.test"),
+        };
+        let peer = self.link.address(peer, Family::V4);
+        let mut command = words("libvirt enable --qemu-conf /none --users root");
+        command.args(["--peer", &format!("{peer}={identity}")]);
+        command.arg("--identity").arg(self.files.scratch.join(host));
+        command.args(more.split_whitespace());
+        finish(self.command(host, &command))
+    }
+
+    fn tunnel(&self, host: &str) -> Tunnel {
+        let mut command = words("tunnel run --confine no --config /etc/dunlin/tunnel.toml");
+        command
+            .arg("--control")
+            .arg(control(&self.files).join(host));
+        Tunnel::follow(
+            self.command(host, &command),
+            self.path(host, "etc/tunnel.toml"),
+        )
+    }
+
+    fn reserved(&self, host: &str) -> String {
+        let mut cat = self.host(host).command("cat");
+        String::from_utf8(cat.arg(RESERVED).output().unwrap().stdout)
+            .unwrap()
+            .trim()
+            .to_owned()
+    }
+
+    fn rules(&self, host: &str) -> String {
+        let mut list = self.host(host).command("nft");
+        String::from_utf8(list.args(["list", "tables"]).output().unwrap().stdout).unwrap()
+    }
+}
 
 #[test]
 fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
@@ -104,9 +203,38 @@ fn a_dry_run_changes_nothing() {
         "{}",
         shown.out
     );
+    let lines = scene.enable("a", "--dry-run --json").expect(0).lines();
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert_eq!(lines[0]["step"], "plan");
+    assert_eq!(lines[0]["ports"], "49152-49215");
+    assert_eq!(lines[0]["peers"][0]["identity"], "b.test");
     assert!(!scene.path("a", "etc/tunnel.toml").exists());
     assert_eq!(scene.reserved("a"), "");
     assert!(!scene.rules("a").contains("inet dunlin"));
+}
+
+#[test]
+fn with_json_each_step_is_an_object_and_the_status_ends_with_a_summary() {
+    let Some(scene) = Scene::new() else { return };
+    let status = || finish(scene.dunlin("a", "libvirt status --json"));
+    assert_eq!(status().expect(1).last(), json!({ "enabled": false }));
+    let steps = |done: Done| {
+        let lines = done.expect(0).lines().into_iter();
+        lines
+            .map(|line| line["step"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let enabled = steps(scene.enable("a", "--json"));
+    assert_eq!(
+        enabled,
+        [
+            "plan", "written", "tried", "rules", "reserved", "units", "advice", "advice"
+        ]
+    );
+    let summary = |runs| json!({ "enabled": true, "rules_applied": true, "tunnel_runs": runs });
+    assert_eq!(status().expect(1).last(), summary(false));
+    let disabled = steps(finish(scene.dunlin("a", "libvirt disable --json")));
+    assert_eq!(disabled, ["rules", "restored", "reserved"]);
 }
 
 /// A peer that answers with another name than expected is a mistake: nothing is changed.

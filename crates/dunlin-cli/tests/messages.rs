@@ -54,6 +54,37 @@ fn a_port_in_use_a_foreign_address_and_an_unknown_name() {
     }
 }
 
+#[test]
+fn an_explanation_is_an_object_with_json() {
+    let all = finish(words("explain --json")).expect(0).lines();
+    let one = finish(words("explain lane-lost --json")).expect(0).last();
+    assert!(all.contains(&one), "{one}");
+    for entry in all {
+        let part = |name: &str| entry[name].as_str().unwrap().to_owned();
+        for text in [part("cause"), part("remedy")] {
+            assert!(!text.is_empty() && !text.contains('\n'), "{entry}");
+            assert!(
+                !text.starts_with("Cause") && !text.starts_with("Remedy"),
+                "{entry}"
+            );
+        }
+        assert!(!part("code").is_empty());
+    }
+    let unknown = finish(words("explain nothing --json")).expect(1).last();
+    assert_eq!(unknown["event"], "failed");
+}
+
+#[test]
+fn the_end_of_no_keying_session_is_no_object() {
+    let hosts = Hosts::new();
+    let mut down = words("ipsec down --json --control");
+    down.arg(hosts.scratch.join("control"));
+    assert_eq!(finish(down).expect(0).out, "");
+    let mut clean = words("ipsec clean --json --state-dir");
+    clean.arg(hosts.scratch.join("state"));
+    assert_eq!(finish(clean).expect(0).last()["event"], "done");
+}
+
 /// With --json, every failure is also a JSON object.
 #[test]
 fn failures_are_objects_with_json() {

@@ -495,12 +495,17 @@ fn a_dry_run_prints_what_apply_would_load() {
         .expect(0)
         .out;
     assert_eq!(net.show(&net.a, 1)["state"], "missing");
+    let object = |line| finish(net.redirect(&net.a, line)).expect(0).last();
+    let dry = object("apply --dry-run --json");
+    assert_eq!(dry["rules"], text);
     let file = net.scratch.join("rules.nft");
     fs::write(&file, text).unwrap();
     nft(&net.a, &["-f", file.to_str().unwrap()]).expect(0);
     let by_hand = nft(&net.a, &["list", "ruleset"]).expect(0).out;
-    net.apply(&net.a);
+    assert_eq!(object("apply --json")["digest"], dry["digest"]);
     assert_eq!(nft(&net.a, &["list", "ruleset"]).expect(0).out, by_hand);
+    assert_eq!(object("remove --json")["removed"], true);
+    assert_eq!(object("remove --json")["removed"], false);
 }
 
 /// Each host lacks something, and the error names it.

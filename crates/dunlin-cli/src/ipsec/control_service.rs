@@ -9,11 +9,14 @@ use clap::Args;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{Association, Recorded, Sender};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use crate::code::{DONE, FAILED};
 use crate::control::Client;
+use crate::line::print_json;
 use crate::log::warn;
 use crate::options::{ControlPath, IPSEC};
+use crate::progress::Waiting;
 use crate::state::StatePath;
 use crate::text::{chained, clean, count};
 
@@ -217,23 +220,47 @@ pub(crate) struct Which {
     control: ControlPath,
 }
 
-impl Which {
-    pub(super) fn down(&self) -> Result<i32> {
-        let answers = self.ask(Request::Down)?;
+/// End sessions.
+#[derive(Debug, Args)]
+pub(crate) struct Down {
+    #[command(flatten)]
+    which: Which,
+    /// Print one JSON object per process.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Down {
+    pub(super) fn run(&self) -> Result<i32> {
+        let what = "ending the sessions; connections on their ports have time to end";
+        let waiting = Waiting::new(self.json, what);
+        let answers = self.which.ask(Request::Down)?;
+        drop(waiting);
         let mut code = DONE;
-        for answer in &answers {
-            println!("{}: down", clean(&answer.name));
-            if !answer.blocked.is_empty() {
-                println!("{}", clean(&stay_blocked(&answer.blocked)));
+        for Answer {
+            name, pid, blocked, ..
+        } in &answers
+        {
+            if self.json {
+                print_json(&json!({ "name": name, "process": pid, "blocked": blocked }));
+            } else {
+                println!("{}: down", clean(name));
+            }
+            if !blocked.is_empty() {
+                if !self.json {
+                    println!("{}", clean(&stay_blocked(blocked)));
+                }
                 code = FAILED;
             }
         }
-        if answers.is_empty() {
+        if answers.is_empty() && !self.json {
             println!("no sessions");
         }
         Ok(code)
     }
+}
 
+impl Which {
     fn ask(&self, request: Request) -> Result<Vec<Answer>> {
         let sockets = match &self.name {
             Some(name) => vec![self.control.ipsec(name)?],

@@ -25,7 +25,7 @@ pub(crate) enum Command {
     /// Show the sessions of this host, and each SA's counters.
     Status(control_service::Status),
     /// End the sessions of this host's processes, and remove what they installed.
-    Down(control_service::Which),
+    Down(control_service::Down),
     /// Remove what killed processes left, and free blocked ports.
     Clean(run::Clean),
     /// Print what one side would install, one object per line; changes nothing.
@@ -37,7 +37,7 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Serve(serve) => serve.run(),
         Command::Up(up) => up.run(),
         Command::Status(status) => status.run(),
-        Command::Down(which) => which.down(),
+        Command::Down(down) => down.run(),
         Command::Clean(clean) => clean.run(),
         Command::Plan(plan) => plan.run(),
     }

@@ -31,7 +31,7 @@ use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{self, Service, Socket};
 use crate::fault::fault_name;
 use crate::identity::{Accepting, Common, Reading, client_tls};
-use crate::line::FailedLine;
+use crate::line::{FailedLine, Line};
 use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
 use crate::published::StatusSocket;
@@ -320,6 +320,9 @@ fn next_signal(mut events: impl Iterator<Item = ServiceEvent>) -> Option<EndSign
 pub(crate) struct Clean {
     #[command(flatten)]
     state: StatePath,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
 }
 
 impl Clean {
@@ -327,6 +330,9 @@ impl Clean {
         let any = PortRange::new(1, u16::MAX).context("invalid port range 1-65535")?;
         let options = Options::new(Mode::Cpu, any, self.state.ipsec_records()?);
         ipsec::clean_up(&options, &Blocked::default().observer())?;
+        if self.json {
+            Line::Done.print();
+        }
         Ok(DONE)
     }
 }

@@ -6,9 +6,8 @@ use std::io::ErrorKind;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use super::block;
-use super::files::write;
-use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
+use super::enable::{SYSCTL, record, write_file};
+use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
 use super::reserved::{self, SYSCTL};
 use crate::code::DONE;
@@ -24,6 +23,8 @@ pub(crate) struct Disable {
     config: ConfigPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    report: Report,
 }
 
 impl Disable {
@@ -56,9 +57,8 @@ impl Disable {
                 write(config, &text)?;
                 bail!("the rules and the configuration are as before; the reason is above");
             }
-            println!(
-                "rules      of the other redirects stay; libvirt's migrations are in the clear"
-            );
+            let what = "of the other redirects stay; libvirt's migrations are in the clear";
+            self.report.step("rules", what);
         } else {
             let mut remove = vec!["redirect", "remove"];
             if self.force {
@@ -67,7 +67,8 @@ impl Disable {
             if !dunlin(&remove, None, Some(&self.state))?.status.success() {
                 bail!("the rules stay in force, and nothing was changed; the reason is above");
             }
-            println!("rules      removed: migrations are in the clear from now on");
+            let what = "removed: migrations are in the clear from now on";
+            self.report.step("rules", what);
         }
         if has_systemd() && !has_others {
             // The rules' units first; the tunnel only if nothing else uses it.
@@ -85,7 +86,7 @@ impl Disable {
                 .with_context(|| format!("cannot remove {}", config.display()))?,
             false => write(config, &rest)?,
         }
-        println!("restored   {}", config.display());
+        self.report.step("restored", &config.display().to_string());
         if has_systemd() && !is_empty {
             systemctl(&["try-reload-or-restart", UNITS[2]])?;
         }
@@ -106,7 +107,8 @@ impl Disable {
             if setting != live {
                 reserved::set_live(&setting)?;
             }
-            println!("reserved   ip_local_reserved_ports = {setting}");
+            let what = format!("ip_local_reserved_ports = {setting}");
+            self.report.step("reserved", &what);
             fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
         }
         match fs::remove_file(SYSCTL) {

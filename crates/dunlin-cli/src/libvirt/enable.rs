@@ -6,19 +6,20 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use dunlin_ipsec::PortRange;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::files::{read, write};
 use super::host::{self, NamedPeer};
-use super::programs::{ConfigPath, NAME, UNITS, dunlin, has_systemd, systemctl};
+use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, systemctl};
 use super::qemu_conf::QemuConf;
 use super::record::Record;
 use super::reserved::SYSCTL;
 use super::undo::Before;
 use super::{block, install, reserved};
 use crate::code::DONE;
+use crate::line::print_json;
+use crate::progress::{self, Waiting};
 use crate::state::StatePath;
-use crate::text::clean;
 use crate::tunnel::{Config, PEER_PORT, Port, RedirectPeer};
 
 #[derive(Debug, Args)]
@@ -75,6 +76,8 @@ pub(crate) struct Enable {
     config: ConfigPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    report: Report,
 }
 
 /// What is to be done.
@@ -98,25 +101,53 @@ impl Enable {
             return self.setup().run();
         }
         let plan = self.plan()?;
-        plan.show();
+        plan.show(&self.report);
         if self.dry_run {
-            println!("\n{}", plan.block());
-            println!("nothing was changed (--dry-run)");
+            if !self.report.json {
+                println!("\n{}", plan.block());
+                println!("nothing was changed (--dry-run)");
+            }
             return Ok(DONE);
         }
-        let mut before = Before::take(&self.config.config, &self.state)?;
-        let tried = self.change(&plan, &mut before);
-        let tried = tried.or_else(|error| Err(before.restore(error)))?;
-        if tried == Tried::Silent {
-            println!(
-                "\nA peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
+        let config = &self.config.config;
+        let before = before(config)?;
+        self.write(&before, &plan)?;
+        let waiting = Waiting::new(self.report.json, "testing the path to each peer");
+        let tried = self.try_path();
+        drop(waiting);
+        if !matches!(tried, Ok(Tried::Works | Tried::Silent)) {
+            restore(config, before.as_deref())?;
+            tried?;
+            bail!(
+                "the path to a peer does not work, and the configuration is as before; the reason \
+                 is above"
+            );
+        }
+        if !dunlin(&["redirect", "apply"], Some(config))?
+            .status
+            .success()
+        {
+            restore(config, before.as_deref())?;
+            bail!(
+                "the rules cannot be applied, and the configuration is as before; the reason is \
+                 above"
+            );
+        }
+        let what = "in force: nothing but the tunnel reaches the ports of peers, or these here";
+        self.report.step("rules", what);
+        self.reserve(&plan)?;
+        start(&self.report)?;
+        if matches!(tried, Ok(Tried::Silent)) {
+            self.report.advise(
+                "A peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
                  host as --peer. Until then migrations to it fail, and the VMs stay. If it was \
                  done there, a firewall blocks the port of its tunnel: `dunlin tunnel check \
-                 --connect` tries again."
+                 --connect` tries again.",
             );
         }
         let host = plan.peers.first().map_or("HOST", |one| one.host.as_str());
-        println!("\nNow as ever: virsh migrate --live VM qemu+ssh://{host}/system");
+        let virsh = format!("Now as ever: virsh migrate --live VM qemu+ssh://{host}/system");
+        self.report.advise(&virsh);
         Ok(DONE)
     }
 
@@ -191,7 +222,27 @@ impl Enable {
             .plain_until
             .clone()
             .map(|day| (self.plain_from.clone(), day));
-        note(&conf, &identity);
+        for key in host::unreadable_keys(&identity)
+            .iter()
+            .filter(|_| has_systemd())
+        {
+            let what = format!(
+                "dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
+                 `chmod -R g+rX {}`, or add the group of the key to the service \
+                 (docs/tunnel/operation.md)",
+                key.display(),
+                identity.display(),
+                identity.display()
+            );
+            self.report.step("note", &what);
+        }
+        if let Some(host) = &conf.host {
+            let what = format!(
+                "sources connect to {host}, which migration_host names; it must be an address of \
+                 this host in the peers' configurations"
+            );
+            self.report.step("note", &what);
+        }
         Ok(Plan {
             identity,
             names: names.join(", "),
@@ -214,12 +265,13 @@ impl Enable {
         if let Some(Port::At(listen)) = &parsed.listen
             && listen.port() != PEER_PORT
         {
-            println!(
-                "note       peers expect this host's tunnel at port {PEER_PORT}, and listen in {} \
+            let what = format!(
+                "peers expect this host's tunnel at port {PEER_PORT}, and listen in {} \
                  has port {}",
                 config.display(),
                 listen.port()
             );
+            self.report.step("note", &what);
         }
         let mut redirects = parsed.redirects.into_iter();
         let Some(own) = redirects.find(|one| one.name == NAME) else {
@@ -251,8 +303,9 @@ impl Enable {
         let text = format!(
             "# Written by `dunlin libvirt enable`.\nnet.ipv4.ip_local_reserved_ports = {merged}\n"
         );
-        write(Path::new(SYSCTL), &text)?;
-        println!("reserved   ip_local_reserved_ports = {merged}");
+        fs::write(SYSCTL, text).with_context(|| format!("cannot write {SYSCTL}"))?;
+        let what = format!("ip_local_reserved_ports = {merged}");
+        self.report.step("reserved", &what);
         Ok(())
     }
 
@@ -268,13 +321,15 @@ impl Enable {
             "{} has a [redirect.{NAME}] that this command has not written: rename it",
             config.display()
         );
-        write(config, &text)?;
-        let checked = dunlin(&["tunnel", "check"], Some(config), None)?;
-        ensure!(
-            checked.status.success(),
-            "the new configuration would be invalid; the reason is above"
-        );
-        println!("written    {}", config.display());
+        write_file(config, &text)?;
+        let checked = dunlin(&["tunnel", "check"], Some(config))?;
+        if !checked.status.success() {
+            restore(config, before.as_deref())?;
+            bail!(
+                "the new configuration would be invalid, so the change was undone; the reason is above"
+            );
+        }
+        self.report.step("written", &config.display().to_string());
         Ok(())
     }
 
@@ -287,7 +342,8 @@ impl Enable {
             let line: Value = serde_json::from_str(line).context("a line of `tunnel check`")?;
             let works = line["event"] == "checked";
             if works || line["event"] == "failed" {
-                println!("tried      {}", clean(&text_of(&line)));
+                progress::clear();
+                self.report.step("tried", &text_of(&line));
             }
             match (works, path) {
                 (true, _) => {}
@@ -354,22 +410,30 @@ fn text_of(line: &Value) -> String {
 }
 
 impl Plan {
-    fn show(&self) {
-        let identity = self.identity.display();
-        println!(
-            "identity   {identity} ({}, to {})",
-            clean(&self.names),
-            self.valid_until
-        );
-        println!("ports      {}", self.ports);
-        println!("users      {}", self.users.join(", "));
+    fn show(&self, report: &Report) {
+        let peer = |one: &NamedPeer| json!({"identity": one.identity, "addresses": one.addresses});
+        if report.json {
+            let peers: Vec<Value> = self.peers.iter().map(peer).collect();
+            print_json(&json!({
+                "step": "plan",
+                "identity": self.identity,
+                "names": self.names,
+                "valid_until": self.valid_until,
+                "ports": self.ports.to_string(),
+                "users": self.users,
+                "peers": peers,
+                "redirect": self.block(),
+            }));
+            return;
+        }
+        let (identity, names, until) = (self.identity.display(), &self.names, &self.valid_until);
+        report.step("identity", &format!("{identity} ({names}, to {until})"));
+        report.step("ports", &self.ports.to_string());
+        report.step("users", &self.users.join(", "));
         for peer in &self.peers {
             let addresses: Vec<_> = peer.addresses.iter().map(ToString::to_string).collect();
-            println!(
-                "peer       {} = {}",
-                clean(&peer.identity),
-                addresses.join(", ")
-            );
+            let what = format!("{} = {}", peer.identity, addresses.join(", "));
+            report.step("peer", &what);
         }
     }
 
@@ -403,13 +467,12 @@ impl Plan {
 }
 
 /// Enables and starts the units, and lets a running tunnel read the configuration.
-fn start() -> Result<()> {
+fn start(report: &Report) -> Result<()> {
     if !has_systemd() {
-        println!(
-            "units      systemd does not run here: start `dunlin redirect watch` and `dunlin \
-             tunnel run`, each with --config, and apply the rules after each boot with `dunlin \
-             redirect apply`"
-        );
+        let what = "systemd does not run here: start `dunlin redirect watch` and `dunlin tunnel \
+                    run`, each with --config, and apply the rules after each boot with `dunlin \
+                    redirect apply`";
+        report.step("units", what);
         return Ok(());
     }
     let mut words = vec!["enable", "--now"];
@@ -418,6 +481,7 @@ fn start() -> Result<()> {
         systemctl(&words)? && systemctl(&["reload-or-restart", "dunlin-tunnel.service"])?,
         "the units cannot be started: see `journalctl -u dunlin-tunnel`"
     );
-    println!("units      {} are enabled and run", UNITS.join(", "));
+    let what = format!("{} are enabled and run", UNITS.join(", "));
+    report.step("units", &what);
     Ok(())
 }

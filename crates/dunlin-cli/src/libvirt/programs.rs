@@ -5,6 +5,10 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result};
 use clap::Args;
+use serde_json::json;
+
+use crate::line::print_json;
+use crate::text::clean;
 
 use crate::state::StatePath;
 
@@ -23,6 +27,32 @@ pub(super) struct ConfigPath {
     /// The tunnel's configuration, which is created if it does not exist.
     #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
     pub(super) config: PathBuf,
+}
+
+/// How a command reports its steps.
+#[derive(Clone, Debug, Args)]
+pub(super) struct Report {
+    /// Print one JSON object per line.
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+impl Report {
+    /// Reports a step that was done, or a note.
+    pub(super) fn step(&self, step: &str, text: &str) {
+        match self.json {
+            true => print_json(&json!({ "step": step, "text": text })),
+            false => println!("{step:<10} {}", clean(text)),
+        }
+    }
+
+    /// Tells the operator what to do next.
+    pub(super) fn advise(&self, text: &str) {
+        match self.json {
+            true => self.step("advice", text),
+            false => println!("\n{text}"),
+        }
+    }
 }
 
 /// Runs another subcommand of this program, with its standard error on that of this process.

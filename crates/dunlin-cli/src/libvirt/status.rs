@@ -4,35 +4,51 @@ use std::fs;
 
 use anyhow::Result;
 use clap::Args;
+use serde_json::{Value, from_str, json};
 
-use super::programs::{ConfigPath, dunlin};
-use super::{block, sockets};
+use super::block;
+use super::programs::{ConfigPath, Report, dunlin};
 use crate::code::{DONE, FAILED};
+use crate::line::print_json;
 
 #[derive(Debug, Args)]
 pub(crate) struct Status {
     #[command(flatten)]
     config: ConfigPath,
+    #[command(flatten)]
+    report: Report,
 }
 
 impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
         let config = &self.config.config;
         let text = fs::read_to_string(config).unwrap_or_default();
+        let json = self.report.json;
         if !block::is_in(&text) {
-            println!(
-                "not enabled: {} has no block of `dunlin libvirt enable`",
-                config.display()
-            );
+            match json {
+                true => print_json(&json!({ "enabled": false })),
+                false => println!(
+                    "not enabled: {} has no block of `dunlin libvirt enable`",
+                    config.display()
+                ),
+            }
             return Ok(FAILED);
         }
-        let rules = dunlin(&["redirect", "show"], Some(config), None)?;
+        let flags = if json { &["--json"][..] } else { &[] };
+        let rules = dunlin(&[&["redirect", "show"], flags].concat(), Some(config))?;
         print!("{}", String::from_utf8_lossy(&rules.stdout));
-        let status = dunlin(&["status"], None, None)?;
+        let status = dunlin(&[&["status"], flags].concat(), None)?;
         let status = String::from_utf8_lossy(&status.stdout).into_owned();
         print!("{status}");
-        let runs = status.lines().any(|line| line.starts_with("tunnel "));
-        if !runs {
+        let is_tunnel = |line: &str| match json {
+            true => from_str::<Value>(line).is_ok_and(|line| line["event"] == "tunnel"),
+            false => line.starts_with("tunnel "),
+        };
+        let runs = status.lines().any(is_tunnel);
+        if json {
+            let applied = rules.status.success();
+            print_json(&json!({ "enabled": true, "rules_applied": applied, "tunnel_runs": runs }));
+        } else if !runs {
             println!("no tunnel runs: migrations fail, and the VMs stay");
         }
         match runs && is_applied {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Error, Result, bail, ensure};
 use clap::Args;
 use dunlin_ipsec::sock_diag::TcpConnection;
-use dunlin_linux::accounts::user_id;
+use serde_json::json;
 
 use super::connections::{established, redirected, unprotected};
 use super::files::{self, RunPath};
@@ -16,7 +16,7 @@ use super::source::Source;
 use super::state::{State, Wanted};
 use super::table::Table;
 use crate::code::DONE;
-use crate::file::replace;
+use crate::line::print_json;
 use crate::log;
 use crate::state::StatePath;
 use crate::text::{chained, count};
@@ -32,6 +32,9 @@ pub(crate) struct Apply {
     /// Apply although connections in the clear are under way; they continue.
     #[arg(long)]
     force: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     run: RunPath,
     #[command(flatten)]
@@ -43,6 +46,9 @@ pub(crate) struct Remove {
     /// Remove the rules although redirected connections are under way, which this cuts.
     #[arg(long)]
     force: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     run: RunPath,
     #[command(flatten)]
@@ -57,12 +63,19 @@ fn saved(state: &StatePath) -> Result<PathBuf> {
 impl Apply {
     pub(super) fn run(&self) -> Result<i32> {
         if self.dry_run {
-            print!("{}", self.rules()?.text);
+            let rules = self.rules()?;
+            match self.json {
+                true => print_json(&json!({ "digest": rules.digest, "rules": rules.text })),
+                false => print!("{}", rules.text),
+            }
             return Ok(DONE);
         }
         match self.apply() {
             Ok(rules) => {
-                println!("rules applied, digest {}", rules.digest);
+                match self.json {
+                    true => print_json(&json!({ "digest": rules.digest })),
+                    false => println!("rules applied, digest {}", rules.digest),
+                }
                 Ok(DONE)
             }
             Err(error) => Err(self.restore(error)),
@@ -194,14 +207,11 @@ impl Remove {
         let had = nft::delete()?;
         files::delete(&saved(&self.state)?)?;
         self.run.clear()?;
-        println!(
-            "{}",
-            if had {
-                "rules removed"
-            } else {
-                "no rules in force"
-            }
-        );
+        match had {
+            _ if self.json => print_json(&json!({ "removed": had })),
+            true => println!("rules removed"),
+            false => println!("no rules in force"),
+        }
         Ok(DONE)
     }
 }
