@@ -33,6 +33,7 @@ mod sessions;
 mod state;
 mod text;
 mod timeline;
+mod top;
 mod tunnel;
 mod vm;
 mod watch;
@@ -66,6 +67,8 @@ enum Command {
     Vm(vm::Command),
     /// List this host's migration sessions (under way or unresolved) and its tunnels.
     Status(sessions::Status),
+    /// Show sessions and tunnels on the terminal, with keys to cancel migrations and limit rates.
+    Top(top::Top),
     /// Serve metrics and a status page over HTTP.
     ServeStatus(watch::ServeStatus),
     /// Decide where a VM runs after its destination did not answer.
@@ -142,6 +145,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Demo(demo) => demo.run(),
         Command::Vm(command) => vm::run(command),
         Command::Status(status) => status.run(),
+        Command::Top(top) => top.run(),
         Command::ServeStatus(serve) => serve.run(),
         Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
@@ -155,5 +159,51 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Libvirt(command) => libvirt::run(&command),
         Command::Init(init) => init.run(),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Commands that have neither `--json` nor a log, and the reason.
+    const WITHOUT: [(&str, &str); 2] = [
+        (
+            "dunlin top",
+            "draws a screen; `dunlin status --json` has the same content",
+        ),
+        (
+            "dunlin tunnel stdio",
+            "its output is that of the other host's program",
+        ),
+    ];
+
+    /// The commands that run something, below `command`.
+    fn leaves(path: &str, command: &clap::Command) -> Vec<(String, clap::Command)> {
+        let path = format!("{path}{}", command.get_name());
+        if !command.has_subcommands() {
+            return vec![(path, command.clone())];
+        }
+        let below = command.get_subcommands();
+        let of = |one| leaves(&format!("{path} "), one);
+        below.flat_map(of).collect()
+    }
+
+    #[test]
+    fn each_command_prints_json_or_writes_a_log_or_has_a_reason_for_neither() {
+        let lacking = |command: &clap::Command| {
+            let has = |name| {
+                command
+                    .get_arguments()
+                    .any(|flag| flag.get_long() == Some(name))
+            };
+            !has("json") && !has("log")
+        };
+        let found = leaves("", &Cli::command());
+        assert!(found.len() > 30, "{}", found.len());
+        let found = found.iter().filter(|(_, command)| lacking(command));
+        let mut found: Vec<&str> = found.map(|(path, _)| path.as_str()).collect();
+        found.sort_unstable();
+        assert_eq!(found, WITHOUT.map(|(path, _)| path));
     }
 }

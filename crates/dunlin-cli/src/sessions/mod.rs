@@ -7,4 +7,4 @@ mod status;
 
 pub(crate) use cancel::Cancel;
 pub(crate) use resolve::Resolve;
-pub(crate) use status::{Status, left_behind};
+pub(crate) use status::{Status, ago, left_behind, meaning, to_do};

@@ -96,7 +96,7 @@ fn show(session: &Session) {
 }
 
 /// Explains what a record in this state means for the VM, unless the state's name already says so.
-fn meaning(state: State, lives: bool) -> Option<&'static str> {
+pub(crate) fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {
             Some("the VM was here when its process died, before commit")
@@ -119,13 +119,13 @@ fn meaning(state: State, lives: bool) -> Option<&'static str> {
 }
 
 /// What the operator may do about the session.
-pub(super) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
+pub(crate) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
     is_resolvable(entry, record)
         .then(|| format!("`dunlin resolve {}` settles it", &hex(&entry.session)[..8]))
 }
 
 /// Age of a time, by this host's clock.
-pub(super) fn ago(ms: u64) -> String {
+pub(crate) fn ago(ms: u64) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();

@@ -19,8 +19,9 @@ mod stdio;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use check::prober;
+pub(crate) use ask::set_rate;
 pub(crate) use config::Config;
+pub(crate) use config::rate::parse_tunnel_rate;
 pub(crate) use config::redirect::{Listeners, PEER_PORT, Redirect, RedirectPeer, today};
 pub(crate) use config::socket::{parse_group, parse_mode};
 pub(crate) use config::table::{Port, parse_port, parse_server, socket_path};

@@ -15,5 +15,6 @@ mod snapshot;
 mod source;
 mod totals;
 
+pub(crate) use rates::{Direction, Rates};
 pub(crate) use serve::ServeStatus;
-pub(crate) use snapshot::{LIVE_LIMIT, Recorded, Session, Snapshot, is_resolvable};
+pub(crate) use snapshot::{LIVE_LIMIT, Recorded, Session, SessionLine, Snapshot, is_resolvable};
