@@ -109,35 +109,10 @@ impl Enable {
             }
             return Ok(DONE);
         }
-        let config = &self.config.config;
-        let before = before(config)?;
-        self.write(&before, &plan)?;
-        let waiting = Waiting::new(self.report.json, "testing the path to each peer");
-        let tried = self.try_path();
-        drop(waiting);
-        if !matches!(tried, Ok(Tried::Works | Tried::Silent)) {
-            restore(config, before.as_deref())?;
-            tried?;
-            bail!(
-                "the path to a peer does not work, and the configuration is as before; the reason \
-                 is above"
-            );
-        }
-        if !dunlin(&["redirect", "apply"], Some(config))?
-            .status
-            .success()
-        {
-            restore(config, before.as_deref())?;
-            bail!(
-                "the rules cannot be applied, and the configuration is as before; the reason is \
-                 above"
-            );
-        }
-        let what = "in force: nothing but the tunnel reaches the ports of peers, or these here";
-        self.report.step("rules", what);
-        self.reserve(&plan)?;
-        start(&self.report)?;
-        if matches!(tried, Ok(Tried::Silent)) {
+        let mut before = Before::take(&self.config.config, &self.state)?;
+        let tried = self.change(&plan, &mut before);
+        let tried = tried.map_err(|error| before.restore(error))?;
+        if tried == Tried::Silent {
             self.report.advise(
                 "A peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
                  host as --peer. Until then migrations to it fail, and the VMs stay. If it was \
