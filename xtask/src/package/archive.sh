@@ -13,7 +13,14 @@ gzip -9n usr/share/man/man1/*.1 usr/share/doc/dunlin/changelog usr/share/doc/dun
 # dpkg has checksums of its own for the configuration.
 find usr -type f | sort | xargs md5sum >DEBIAN/md5sums
 # KiB, with each file and folder rounded up.
-size=$(find usr etc -printf '%s %y\n' | awk '{ kib += $2 == "d" ? 1 : int(($1 + 1023) / 1024) } END { print kib }')
+size=$(find usr etc -printf '%s %y\n' | {
+    sum=0
+    while read -r bytes kind; do
+        [ "$kind" = f ] || bytes=1024
+        sum=$((sum + (bytes + 1023) / 1024))
+    done
+    echo "$sum"
+})
 sed -i "/^Depends:/i Installed-Size: $size" DEBIAN/control
 find . -exec touch --no-dereference --date="@$epoch" {} +
 
