@@ -17,36 +17,33 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// The control group of the manager.
 const GROUP: &str = "/sys/fs/cgroup/systemd-of-the-test";
 
-/// The units, and the files that are installed with them, where the Debian package has them.
+/// The units, and the files that are installed with them.
 const SHIPPED: [(&str, &str); 6] = [
     (
-        "/usr/lib/systemd/system/dunlin-tunnel.service",
+        "/etc/systemd/system/dunlin-tunnel.service",
         include_str!("../../../dist/systemd/dunlin-tunnel.service"),
     ),
     (
-        "/usr/lib/systemd/system/dunlin-tunnel-ram.socket",
+        "/etc/systemd/system/dunlin-tunnel-ram.socket",
         include_str!("../../../dist/systemd/dunlin-tunnel-ram.socket"),
     ),
     (
-        "/usr/lib/systemd/system/dunlin-redirect.service",
+        "/etc/systemd/system/dunlin-redirect.service",
         include_str!("../../../dist/systemd/dunlin-redirect.service"),
     ),
     (
-        "/usr/lib/systemd/system/dunlin-redirect-watch.service",
+        "/etc/systemd/system/dunlin-redirect-watch.service",
         include_str!("../../../dist/systemd/dunlin-redirect-watch.service"),
     ),
     (
-        "/usr/lib/sysusers.d/dunlin.conf",
+        "/etc/sysusers.d/dunlin-sysusers.conf",
         include_str!("../../../dist/systemd/dunlin-sysusers.conf"),
     ),
     (
-        "/usr/lib/tmpfiles.d/dunlin.conf",
+        "/etc/tmpfiles.d/dunlin-tmpfiles.conf",
         include_str!("../../../dist/systemd/dunlin-tmpfiles.conf"),
     ),
 ];
-
-/// The script that dpkg runs after it has unpacked the package.
-const POSTINST: &str = include_str!("../../../dist/debian/postinst");
 
 /// Units of Debian that the test does not need, because the machine is running. An emulated processor
 /// takes seconds for them.
@@ -114,8 +111,8 @@ impl Status {
 }
 
 impl Manager {
-    /// Installs the units, and creates the users and directories, as dpkg does. `prepare` writes the
-    /// configuration. Then starts the manager.
+    /// Installs the units, and creates the users and directories, as docs/tunnel/operation.md
+    /// describes. `prepare` writes the configuration. Then starts the manager.
     ///
     /// # Panics
     /// A command fails, or the manager does not answer.
@@ -132,10 +129,8 @@ impl Manager {
             std::os::unix::fs::symlink("/dev/null", path).expect("the unit is not masked yet");
         }
         write("/etc/machine-id", "0123456789abcdef0123456789abcdef\n");
-        fs::create_dir("/etc/dunlin").expect("/etc is new");
         guest.command("systemd-sysusers", &[]);
-        write(&guest.folder().join("postinst").display().to_string(), POSTINST);
-        guest.command("sh", &["postinst", "configure"]);
+        guest.command("systemd-tmpfiles", &["--create", "dunlin-tmpfiles.conf"]);
         prepare();
         guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
         fs::create_dir(GROUP).expect("the control group is new");
@@ -172,32 +167,6 @@ impl Manager {
         let mut command = Command::new("/usr/bin/nsenter");
         command.args(["--target", &self.first, "--pid", "--mount", program]);
         command
-    }
-
-    /// Configures the package as in an upgrade, and returns what its script prints.
-    ///
-    /// # Panics
-    /// The script fails.
-    #[must_use]
-    pub fn upgrade(&self, before: &str) -> String {
-        let mut script = self.inside("sh");
-        script.args(["-c", POSTINST, "postinst", "configure", before]);
-        let done = script.output().expect("the package util-linux has nsenter");
-        assert!(done.status.success(), "{done:?}");
-        String::from_utf8_lossy(&done.stdout).into_owned()
-    }
-
-    /// Runs a command that talks to the manager. Returns its output.
-    ///
-    /// # Panics
-    /// The command fails.
-    #[must_use]
-    pub fn run(&self, program: &str, words: &[&str]) -> String {
-        let done = self.inside(program).args(words).output();
-        let done = done.expect("the package util-linux has nsenter");
-        let text = String::from_utf8_lossy(&done.stdout).into_owned();
-        assert!(done.status.success(), "{text}{}", String::from_utf8_lossy(&done.stderr));
-        text
     }
 
     /// Runs systemctl. Prints the unit's state if it fails.
