@@ -75,7 +75,7 @@ fn near(authority: &Authority) -> Tunnel {
 }
 
 fn to(far: &Tunnel) -> Entrance {
-    entrance(&far.address().to_string(), FAR)
+    entrance(&far.address().unwrap().to_string(), FAR)
 }
 
 /// Claim P25 of docs/security.
