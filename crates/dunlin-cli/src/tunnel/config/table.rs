@@ -128,7 +128,7 @@ impl Found<'_> {
                 LanesKey::Number(lanes) => between("lanes", *lanes, 128).map(Some),
                 LanesKey::Word(word) if word == "auto" => Ok(None),
                 LanesKey::Word(word) => Err(format!(
-                    "lanes {word:?} is no number of lanes: give 1 to 128, or \"auto\""
+                    "lanes {word:?} is not a number of lanes: give 1 to 128, or \"auto\""
                 )),
             })
         });
