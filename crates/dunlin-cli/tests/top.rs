@@ -99,7 +99,7 @@ fn rates_of_a_route_and_a_peer_are_changed_from_the_screen() {
         2 * MIB
     );
     top.press("\r");
-    top.wait_for("not acknowledged");
+    top.wait_for("unacknowledged bytes");
     top.press("\x1b");
     top.wait_for("near: route ram");
     for (rows, columns) in [(8, 40), (2, 10), (1, 1), (24, 80)] {

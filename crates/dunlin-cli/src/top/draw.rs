@@ -214,10 +214,10 @@ impl Painter {
             .into_iter()
             .filter_map(|(name, value)| Some((name.to_owned(), value?)));
         for (name, value) in known.chain(row.facts.clone()) {
-            let value = wrap(&value, width.saturating_sub(20));
+            let value = wrap(&value, width.saturating_sub(23));
             for (number, part) in value.into_iter().enumerate() {
                 let name = if number == 0 { &name } else { "" };
-                lines.push(Line::from(format!("  {name:<17} {part}")));
+                lines.push(Line::from(format!("  {name:<20} {part}")));
             }
         }
         if !row.lanes.is_empty() {

@@ -313,7 +313,7 @@ fn troubles_of(
             }
             Some(to_do) => {
                 let since = format!("in doubt for {}", ago(record.written_ms));
-                let parts = [Some(since), meaning, Some(to_do)];
+                let parts = [Some(since), Some(to_do), meaning];
                 row.wrong(Some(
                     parts.into_iter().flatten().collect::<Vec<_>>().join("; "),
                 ));

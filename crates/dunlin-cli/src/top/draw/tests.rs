@@ -93,7 +93,10 @@ fn the_list_has_a_line_for_each_row_and_one_for_its_worst_trouble() {
     assert_eq!(words(6), ["route", "disk", "idle", "0"]);
     assert_eq!(lines[23].trim_end(), KEYS);
     // The header names each figure above its last digit.
-    let end = |line: &str, word: &str| line.find(word).unwrap() + word.len();
+    let end = |line: &str, word: &str| {
+        let (before, _) = line.split_once(word).unwrap();
+        before.chars().count() + word.len()
+    };
     assert_eq!(end(&lines[1], "SENT/s"), end(&lines[4], "812M"));
     assert_eq!(end(&lines[1], "DIRTY/s"), end(&lines[4], "4.0K"));
 }
