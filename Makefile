@@ -40,8 +40,11 @@ audit:
 # files in journals, revocation in hand-offs, expired peers and the codes of rejected connections, plus
 # 4,958 for redirects: 1,450 for their rules, 900 for libvirt's commands, 1,000 for owners, rates and
 # replaced sockets of routes, 550 for the side that opens all lanes, and the rest for the listeners, the
-# probe and the status. A change that raises the limit states its reason here.
-LINES_LIMIT = 59260
+# probe and the status, plus 6,960 for operators: 2,030 for doctor, 1,930 for status sockets, metrics and the
+# status page, 1,560 for top, progress and --json, 680 for relays and unix sockets of toolstacks, 460 for init
+# and the undoing of enable, 180 for output that ends no process, and 100 for the number of lanes. A change
+# that raises the limit states its reason here.
+LINES_LIMIT = 66220
 
 # Runs the checks that CI runs before the tests.
 check:
