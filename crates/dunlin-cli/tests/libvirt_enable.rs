@@ -228,7 +228,7 @@ fn with_json_each_step_is_an_object_and_the_status_ends_with_a_summary() {
     assert_eq!(
         enabled,
         [
-            "plan", "written", "tried", "rules", "reserved", "units", "advice", "advice"
+            "plan", "written", "tried", "reserved", "rules", "units", "advice", "advice"
         ]
     );
     let summary = |runs| json!({ "enabled": true, "rules_applied": true, "tunnel_runs": runs });

@@ -159,7 +159,8 @@ fn starting_a_vm_that_may_run_elsewhere_warns() {
         (2, SourceRecord::Committing, true),
     ] {
         state.leave(number, source(record));
-        let run = words("vm run --name web --guest process --memory 64M");
+        // A confined process without --identities prints another warning.
+        let run = words("vm run --name web --guest process --memory 64M --confine no");
         let process = Process::start(run, &hosts.scratch.join("1"));
         let mut said = process.wait_for_any(&["warning", "started"]);
         if resolvable {

@@ -97,6 +97,11 @@ impl Parts<'_> {
             0o644,
         )?;
         tree.write(&format!("{PLACE}/licences"), self.licences)?;
+        for example in ["grafana/dunlin.json", "prometheus/alerts.yaml"] {
+            let from = self.source.join("dist").join(example);
+            let name = name(&from);
+            tree.copy(&from, &format!("{PLACE}/examples/{name}"), 0o644)?;
+        }
         // Messages of the command name these pages, as docs/….
         self.pages_in(tree, Path::new("docs"), PLACE)
     }

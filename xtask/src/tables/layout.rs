@@ -10,6 +10,7 @@ use super::cells::{
     Digits, cell, counted, header, median, optional, order, title, values, variant_key,
 };
 use super::kept::{Kept, Row};
+use super::scaling;
 
 /// A table in a page of the documentation.
 pub(super) struct Table {
@@ -29,7 +30,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 12] = [
+pub(super) const TABLES: [Table; 13] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -71,6 +72,13 @@ pub(super) const TABLES: [Table; 12] = [
         results: &["long-line"],
         has_conditions: true,
         cells: long_line,
+    },
+    Table {
+        name: "scaling",
+        page: "docs/scaling.md",
+        results: &["whole", "lanes"],
+        has_conditions: true,
+        cells: scaling::table,
     },
     Table {
         name: "thrash",

@@ -2,7 +2,7 @@
 //!
 //! - `kept`: the results, files of JSON lines.
 //! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
-//! - `layout`: the tables of each page; `cells` writes their cells.
+//! - `layout`: the tables of each page; `cells` writes their cells, and `scaling` computes one of them.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name the table and its files. This command replaces
@@ -13,6 +13,7 @@ pub mod keep;
 mod kept;
 mod layout;
 pub mod report;
+mod scaling;
 
 use std::fs;
 use std::path::Path;

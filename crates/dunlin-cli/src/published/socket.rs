@@ -80,6 +80,9 @@ impl StatusSocket {
 
 impl Bound {
     fn new(directory: &Path, kind: &str) -> Result<Self> {
+        if let Some(control) = directory.parent() {
+            make_directory(control, 0o755)?;
+        }
         make_directory(directory, 0o750)?;
         remove_dead(directory)?;
         let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
