@@ -97,7 +97,9 @@ impl Model {
             Some(at) => self.at = at,
             None => {
                 if let (true, Some(what)) = (self.details, before) {
-                    self.notice = Some(format!("{what} has ended or moved"));
+                    // The result of an action says more.
+                    self.notice
+                        .get_or_insert_with(|| format!("{what} has ended or moved"));
                 }
                 self.details = false;
                 self.select(self.at);
