@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail};
 use dunlin_lane::sync::lock;
+use dunlin_linux::local;
 use dunlin_linux::poll::waker;
 use dunlin_linux::socket::{connect_unix, is_held, own_user, peer_user};
 use serde::Serialize;
@@ -211,6 +212,8 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
 }
 
+/// Maximum length of a line of an answer. The longest is a timeline, of at most a few MiB.
+const ANSWER_LINE_BYTES: u64 = 64 << 20;
 /// Connects to a control socket. A stopped process accepts nothing, and a plain connect would wait
 /// without a limit once its backlog is full.
 fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {

@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::fault::fault_of;
+use crate::output::{offer, put};
 use crate::progress;
-use crate::text::{chained, clean, clean_lines};
+use crate::text::{chained, clean, clean_lines, plain};
 use crate::tunnel::line::{CheckedLine, ListenerLine, TunnelLine};
 
 impl From<&Choice> for Line {
@@ -343,11 +344,15 @@ impl Line {
     /// Prints the line as JSON or as text for people. A line that peers can cause at any time is
     /// lost if no process reads standard output.
     pub(crate) fn say(&self, json: bool) {
-        if json {
-            self.print();
-        } else if let Some(text) = self.text() {
+        let Some(line) = self.shown(json) else { return };
+        if !json {
             progress::clear();
-            println!("{text}");
+        }
+        if self.is_frequent() {
+            let warning = |text| Self::Warning { text }.shown(json).unwrap_or_default();
+            offer(&line, warning);
+        } else {
+            put(&line);
         }
     }
 
@@ -438,28 +443,9 @@ impl Line {
     }
 }
 
-/// Prints an object that is not a [`Line`]. A closed output is not an error.
+/// Prints an object that is not a [`Line`].
 pub(crate) fn print_json(object: &serde_json::Value) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stdout(), "{}", plain(object.to_string()));
-}
-
-/// Escapes the characters that control terminals. JSON allows them only inside strings, where
-/// `\uXXXX` is equivalent. The code points of these characters have at most four hexadecimal
-/// digits.
-pub(crate) fn plain(json: String) -> String {
-    if !json.contains(is_harmful) {
-        return json;
-    }
-    let mut plain = String::with_capacity(json.len());
-    for character in json.chars() {
-        if is_harmful(character) {
-            plain.push_str(&format!("\\u{:04x}", u32::from(character)));
-        } else {
-            plain.push(character);
-        }
-    }
-    plain
+    put(&plain(object.to_string()));
 }
 
 pub(crate) fn millis(duration: Duration) -> f64 {

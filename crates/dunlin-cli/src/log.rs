@@ -22,9 +22,10 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
 
-use crate::line::{FailedLine, plain};
+use crate::line::FailedLine;
+use crate::output::is_writable;
 use crate::progress;
-use crate::text::clean;
+use crate::text::{clean, plain};
 use crate::timeline;
 
 /// The format of the log, if this process writes one.

@@ -21,6 +21,7 @@ mod libvirt;
 mod line;
 mod log;
 mod options;
+mod output;
 #[cfg(test)]
 mod pages;
 mod pki;

@@ -175,7 +175,7 @@ fn answering(scratch: &Scratch, lines: &[Value]) {
     });
 }
 
-/// Claim H16 of docs/security.
+/// Claim H21 of docs/security.
 #[test]
 fn i7_an_answer_of_a_compromised_process_controls_no_terminal() {
     let forged = "\u{1b}]0;x\u{7}\u{9b}2J\r\nforged: \u{202e}";
@@ -228,7 +228,7 @@ fn i7_an_answer_of_a_compromised_process_controls_no_terminal() {
     }
 }
 
-/// Claim H16 of docs/security.
+/// Claim H21 of docs/security.
 #[test]
 fn i8_an_answer_without_end_takes_a_limited_amount_of_memory() {
     const MOST: usize = 96 << 20;

@@ -44,15 +44,6 @@ pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
 
-/// Whether this thread has a capability in effect.
-///
-/// # Errors
-/// An error from capget(2).
-pub fn has(capability: Capability) -> io::Result<bool> {
-    let wanted = CapabilitySet::from_bits_retain(1 << capability as u32);
-    Ok(capabilities(None)?.effective.contains(wanted))
-}
-
 /// Drops all capabilities except `kept`. A capability in `kept` stays in the thread's permitted,
 /// effective and bounding sets if it is in them now; the inheritable and ambient sets become empty.
 /// Without `CAP_SETPCAP` the bounding set does not change.

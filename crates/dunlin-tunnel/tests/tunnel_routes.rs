@@ -424,7 +424,7 @@ fn answer_to(
 #[test]
 fn a_migration_that_dials_a_tunnel_is_refused_with_a_reason() {
     let pair = Pair::start(&Setup::default());
-    let far = pair.far.as_ref().unwrap().address();
+    let far = pair.far.as_ref().unwrap().address().unwrap();
     let Opening::Refuse(_, refusal) = answer(far, &pair.authority, Features::NONE) else {
         panic!("a migration is accepted")
     };
@@ -437,7 +437,7 @@ fn a_migration_that_dials_a_tunnel_is_refused_with_a_reason() {
 #[test]
 fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_unless_enabled() {
     let pair = Pair::start(&Setup::default());
-    let far = pair.far.as_ref().unwrap().address();
+    let far = pair.far.as_ref().unwrap().address().unwrap();
     for (security, what) in [
         (LaneSecurity::Ipsec, "not prepared"),
         (LaneSecurity::Plain, "plain lanes"),
@@ -486,7 +486,7 @@ fn a_route_over_ipsec_needs_a_tunnel_with_ipsec() {
 #[test]
 fn i7_silent_connections_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
-    let far = pair.far.as_ref().unwrap().address();
+    let far = pair.far.as_ref().unwrap().address().unwrap();
     let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(far).unwrap()).collect();
     let begin = Instant::now();
     let (mut near, mut far) = pair.channel();

@@ -96,7 +96,10 @@ impl Bare {
             ENTER,
             "sh",
         ]);
-        unshare.arg(self.scratch.path()).arg(&self.below).arg(script);
+        unshare
+            .arg(self.scratch.path())
+            .arg(&self.below)
+            .arg(script);
         unshare
     }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Results, process, touch_physical_memory};
+use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
 
 use super::floor;
 use super::rig::{fresh_memory, memory};
@@ -72,8 +72,7 @@ impl Whole {
         };
         let scratch = Scratch::with_identities("bench")?;
         let mut results = Results::default();
-        let steps = lanes.len() * (1 + guests.len());
-        let steps = self.rounds * steps;
+        let steps = self.rounds * self.sizes.len() * lanes.len() * (1 + GUESTS.len());
         let mut progress = self.output.progress(steps);
         for _ in 0..self.rounds {
             for &size in &self.sizes {

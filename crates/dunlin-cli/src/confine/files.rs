@@ -86,8 +86,9 @@ impl Rules {
     /// Opens the directories, which may need the process's privileges, and creates missing ones.
     /// With empty `identities`, every file may be read.
     pub(super) fn new(needs: &Needs, identities: &[PathBuf]) -> Result<Self> {
-        make_directory(&needs.control, 0o777)?;
-        make_directory(&needs.journal, 0o777)?;
+        // No other user may write to the directories, whatever the umask.
+        make_directory(&needs.control, 0o755)?;
+        make_directory(&needs.journal, 0o700)?;
         if let Some(history) = &needs.history {
             make_directory(history, 0o750)?;
         }

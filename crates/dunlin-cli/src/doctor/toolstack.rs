@@ -74,9 +74,9 @@ pub(super) fn libvirt(conf: &Path, has_redirect: bool) -> Vec<Verdict> {
             .map(|check| Verdict::ok(check, "none", "libvirt is not installed"))
             .into();
     }
-    match QemuConf::read(conf) {
-        Ok(conf) => vec![
-            migration(&conf, has_redirect),
+    match QemuConf::read(conf).and_then(|conf| Ok((conf.listens_at()?, conf))) {
+        Ok((address, conf)) => vec![
+            migration(&conf, address, has_redirect),
             ports(&conf, are_reserved(&conf)),
         ],
         Err(error) => checks
@@ -85,16 +85,16 @@ pub(super) fn libvirt(conf: &Path, has_redirect: bool) -> Vec<Verdict> {
     }
 }
 
-fn migration(conf: &QemuConf, has_redirect: bool) -> Verdict {
+fn migration(conf: &QemuConf, at: Option<IpAddr>, has_redirect: bool) -> Verdict {
     let check = "libvirt.migration";
-    let address = conf.address.map(|address| address.to_string());
+    let address = at.map(|address| address.to_string());
     let value = format!(
         "ports {}, address {}, host {}",
         conf.ports,
         address.as_deref().unwrap_or("any"),
         conf.host.as_deref().unwrap_or("none")
     );
-    let is_loopback = conf.address.is_some_and(|address| address.is_loopback());
+    let is_loopback = at.is_some_and(|address| address.is_loopback());
     match (has_redirect, is_loopback) {
         (true, true) => Verdict::ok(
             check,
@@ -156,11 +156,14 @@ mod tests {
     fn loopback_is_right_with_a_redirect_and_wrong_without() {
         let conf = |address: Option<&str>| QemuConf {
             ports: "49152-49215".parse().unwrap(),
-            address: address.map(|address| address.parse().unwrap()),
+            address: address.map(str::to_owned),
             host: None,
             user: None,
         };
-        let of = |address, has_redirect| migration(&conf(address), has_redirect).state;
+        let of = |address, has_redirect| {
+            let conf = conf(address);
+            migration(&conf, conf.listens_at().unwrap(), has_redirect).state
+        };
         assert_eq!(of(Some("127.0.0.1"), true), State::Ok);
         assert_eq!(of(None, true), State::Warn);
         assert_eq!(of(Some("127.0.0.1"), false), State::Fail);

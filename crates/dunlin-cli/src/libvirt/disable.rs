@@ -6,10 +6,11 @@ use std::io::ErrorKind;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use super::enable::{SYSCTL, record, write_file};
+use super::files::write;
 use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, systemctl};
 use super::record::Record;
 use super::reserved::{self, SYSCTL};
+use super::{block, sockets};
 use crate::code::DONE;
 use crate::state::StatePath;
 use crate::tunnel::Config;
@@ -41,7 +42,7 @@ impl Disable {
             config.display()
         );
         if sockets::is_in(&text) {
-            return sockets::disable(config, &text);
+            return sockets::disable(config, &text, &self.report);
         }
         // A file with a mistake is not changed: it may have other redirects.
         let parsed = Config::parse(config, &text)?;

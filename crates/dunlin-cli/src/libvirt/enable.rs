@@ -14,6 +14,7 @@ use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, syst
 use super::qemu_conf::QemuConf;
 use super::record::Record;
 use super::reserved::SYSCTL;
+use super::sockets::Setup;
 use super::undo::Before;
 use super::{block, install, reserved};
 use crate::code::DONE;
@@ -98,7 +99,7 @@ type Plain = (Vec<IpAddr>, String);
 impl Enable {
     pub(crate) fn run(&self) -> Result<i32> {
         if self.sockets {
-            return self.setup().run();
+            return self.setup()?.run();
         }
         let plan = self.plan()?;
         plan.show(&self.report);
@@ -126,11 +127,25 @@ impl Enable {
         Ok(DONE)
     }
 
+    fn setup(&self) -> Result<Setup<'_>> {
+        Ok(Setup {
+            peers: &self.peers,
+            identity: self.identity()?,
+            listen: &self.listen,
+            qemu_conf: &self.qemu_conf,
+            config: &self.config.config,
+            dry_run: self.dry_run,
+            report: &self.report,
+        })
+    }
+
     /// Makes the changes.
     fn change(&self, plan: &Plan, before: &mut Before) -> Result<Tried> {
         let config = &self.config.config;
         self.write(before.config(), plan)?;
+        let waiting = Waiting::new(self.report.json, "testing the path to each peer");
         let tried = self.try_path()?;
+        drop(waiting);
         ensure!(
             tried != Tried::Fails,
             "the path to a peer does not work; the reason is above"
@@ -142,11 +157,10 @@ impl Enable {
             applied.status.success(),
             "the rules cannot be applied; the reason is above"
         );
-        println!(
-            "rules      in force: nothing but the tunnel reaches the ports of peers, or these here"
-        );
+        let what = "in force: nothing but the tunnel reaches the ports of peers, or these here";
+        self.report.step("rules", what);
         before.units_follow();
-        start()?;
+        start(&self.report)?;
         Ok(tried)
     }
 
@@ -155,7 +169,7 @@ impl Enable {
         match &self.install_identity {
             Some(from) if self.dry_run => Ok(Some(from)),
             Some(from) => {
-                install::install(from)?;
+                install::install(from, &self.report)?;
                 Ok(Some(Path::new(install::PLACE)))
             }
             None => Ok(self.identity.as_deref()),
@@ -197,27 +211,7 @@ impl Enable {
             .plain_until
             .clone()
             .map(|day| (self.plain_from.clone(), day));
-        for key in host::unreadable_keys(&identity)
-            .iter()
-            .filter(|_| has_systemd())
-        {
-            let what = format!(
-                "dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
-                 `chmod -R g+rX {}`, or add the group of the key to the service \
-                 (docs/tunnel/operation.md)",
-                key.display(),
-                identity.display(),
-                identity.display()
-            );
-            self.report.step("note", &what);
-        }
-        if let Some(host) = &conf.host {
-            let what = format!(
-                "sources connect to {host}, which migration_host names; it must be an address of \
-                 this host in the peers' configurations"
-            );
-            self.report.step("note", &what);
-        }
+        note(&conf, &identity, &self.report);
         Ok(Plan {
             identity,
             names: names.join(", "),
@@ -278,7 +272,7 @@ impl Enable {
         let text = format!(
             "# Written by `dunlin libvirt enable`.\nnet.ipv4.ip_local_reserved_ports = {merged}\n"
         );
-        fs::write(SYSCTL, text).with_context(|| format!("cannot write {SYSCTL}"))?;
+        write(Path::new(SYSCTL), &text)?;
         let what = format!("ip_local_reserved_ports = {merged}");
         self.report.step("reserved", &what);
         Ok(())
@@ -296,14 +290,12 @@ impl Enable {
             "{} has a [redirect.{NAME}] that this command has not written: rename it",
             config.display()
         );
-        write_file(config, &text)?;
-        let checked = dunlin(&["tunnel", "check"], Some(config))?;
-        if !checked.status.success() {
-            restore(config, before.as_deref())?;
-            bail!(
-                "the new configuration would be invalid, so the change was undone; the reason is above"
-            );
-        }
+        write(config, &text)?;
+        let checked = dunlin(&["tunnel", "check"], Some(config), None)?;
+        ensure!(
+            checked.status.success(),
+            "the new configuration would be invalid; the reason is above"
+        );
         self.report.step("written", &config.display().to_string());
         Ok(())
     }
@@ -334,26 +326,26 @@ impl Enable {
 }
 
 /// Prints what the operator should check.
-fn note(conf: &QemuConf, identity: &Path) {
+fn note(conf: &QemuConf, identity: &Path, report: &Report) {
     for key in host::unreadable_keys(identity)
         .iter()
         .filter(|_| has_systemd())
     {
-        println!(
-            "note       dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and \
-             `chmod -R g+rX {}`, or add the group of the key to the service \
-             (docs/tunnel/operation.md)",
+        let what = format!(
+            "dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and `chmod -R g+rX {}`, \
+             or add the group of the key to the service (docs/tunnel/operation.md)",
             key.display(),
             identity.display(),
             identity.display()
         );
+        report.step("note", &what);
     }
     if let Some(host) = &conf.host {
-        println!(
-            "note       sources connect to {}, which migration_host names; it must be an \
-             address of this host in the peers' configurations",
-            clean(host)
+        let what = format!(
+            "sources connect to {host}, which migration_host names; it must be an address of this \
+             host in the peers' configurations"
         );
+        report.step("note", &what);
     }
 }
 

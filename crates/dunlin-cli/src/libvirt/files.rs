@@ -2,10 +2,11 @@
 
 use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::{MetadataExt, chown};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+
+use crate::file::replace;
 
 /// The text of a file; `None` if it does not exist.
 pub(super) fn read(file: &Path) -> Result<Option<String>> {
@@ -17,25 +18,9 @@ pub(super) fn read(file: &Path) -> Result<Option<String>> {
     }
 }
 
-/// Replaces a file in one step. It keeps its owner and mode.
+/// Replaces a file in one step, so that a reader sees either text.
 pub(super) fn write(file: &Path, text: &str) -> Result<()> {
-    let what = || format!("cannot write {}", file.display());
-    if let Some(directory) = file.parent() {
-        fs::create_dir_all(directory).with_context(what)?;
-    }
-    // A link stays a link.
-    let file = &fs::canonicalize(file).unwrap_or_else(|_| file.to_owned());
-    let fresh = file.with_extension("new");
-    fs::write(&fresh, text)
-        .and_then(|()| match fs::metadata(file) {
-            Ok(before) => {
-                chown(&fresh, Some(before.uid()), Some(before.gid()))?;
-                fs::set_permissions(&fresh, before.permissions())
-            }
-            Err(_) => Ok(()),
-        })
-        .and_then(|()| fs::rename(&fresh, file))
-        .with_context(what)
+    replace(file, text, 0o644)
 }
 
 /// Restores a file; `None` if it did not exist.

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use dunlin_lane::identity::{AUTHORITIES_FILE, CERTIFICATE_FILE, Files, KEY_FILE, Layout, Role};
 
 use super::host::group;
+use super::programs::Report;
 use crate::identity::{Reading, load_identity};
 
 /// The directory of the services' certificates.
@@ -21,7 +22,7 @@ const FILE_MODE: u32 = 0o640;
 ///
 /// # Errors
 /// `from` has no identity, or another one is in place.
-pub(super) fn install(from: &Path) -> Result<()> {
+pub(super) fn install(from: &Path, report: &Report) -> Result<()> {
     load_identity(from, Role::Source, &Reading::default())?;
     let place = Path::new(PLACE);
     let mut copies = Vec::new();
@@ -53,10 +54,11 @@ pub(super) fn install(from: &Path) -> Result<()> {
     for (to, content) in &copies {
         write(to, content).with_context(|| format!("cannot write {}", to.display()))?;
     }
-    println!(
-        "installed  {PLACE}: the identity of {}, which can be deleted now",
+    let what = format!(
+        "{PLACE}: the identity of {}, which can be deleted now",
         from.display()
     );
+    report.step("installed", &what);
     Ok(())
 }
 

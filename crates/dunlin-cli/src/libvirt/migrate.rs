@@ -129,7 +129,7 @@ impl Listeners<'_> {
             .chain(["--listen".to_owned(), format!("unix:{path}")])
             .collect();
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let opened = dunlin(&words, Some(self.config))?;
+        let opened = dunlin(&words, Some(self.config), None)?;
         ensure!(
             opened.status.success(),
             "the tunnel cannot listen at {path}; the reason is above. If an earlier migration of \
@@ -145,7 +145,7 @@ impl Drop for Listeners<'_> {
         // The tunnel closes a socket when its connections have ended, and removes the file.
         for path in self.paths.iter().filter(|path| path.exists()) {
             let listener = format!("unix:{}", path.display());
-            let _ = dunlin(&["tunnel", "close", &listener], Some(self.config));
+            let _ = dunlin(&["tunnel", "close", &listener], Some(self.config), None);
         }
     }
 }

@@ -12,12 +12,12 @@
 //! migration.
 
 mod block;
-mod config_file;
 mod disable;
 mod enable;
 mod files;
 mod host;
 mod install;
+mod migrate;
 mod programs;
 mod qemu_conf;
 mod record;

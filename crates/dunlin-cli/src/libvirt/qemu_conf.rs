@@ -15,8 +15,8 @@ const PORTS: (u16, u16) = (49152, 49215);
 pub(crate) struct QemuConf {
     /// `migration_port_min` and `migration_port_max`.
     pub(crate) ports: PortRange,
-    /// `migration_address`: where QEMU listens for a migration; `None` for all addresses.
-    pub(crate) address: Option<IpAddr>,
+    /// `migration_address`: where QEMU listens for a migration.
+    pub(crate) address: Option<String>,
     /// `migration_host`: the host that the destination names to the source.
     pub(crate) host: Option<String>,
     /// `user`: the user of QEMU.
@@ -40,7 +40,7 @@ impl QemuConf {
     ///
     /// # Errors
     /// `migration_address` is a host name.
-    pub(super) fn listens_at(&self) -> Result<Option<IpAddr>> {
+    pub(crate) fn listens_at(&self) -> Result<Option<IpAddr>> {
         let address = self.address.as_deref().map(|text| {
             text.parse::<IpAddr>().map_err(|_| {
                 anyhow!(

@@ -17,14 +17,13 @@ use dunlin_lane::names::PeerName;
 use dunlin_linux::accounts::{group_id, user_id};
 use dunlin_tunnel::{Entrance, Routes};
 
-use super::block;
-use super::config_file::{before, restore, write_file};
+use super::files::{put, read, write};
 use super::host::{self, GROUP, NamedPeer};
-use super::programs::{UNITS, dunlin, has_systemd, systemctl};
+use super::programs::{Report, UNITS, dunlin, has_systemd, systemctl};
 use super::qemu_conf::QemuConf;
+use super::{block, install};
 use crate::code::DONE;
 use crate::file::replace;
-use crate::text::clean;
 use crate::tunnel::{Config, PEER_PORT};
 
 /// Where QEMU of an arriving VM, and the tunnel for a leaving one, make their sockets.
@@ -47,13 +46,14 @@ pub(super) struct Setup<'a> {
     pub(super) qemu_conf: &'a Path,
     pub(super) config: &'a Path,
     pub(super) dry_run: bool,
+    pub(super) report: &'a Report,
 }
 
 impl Setup<'_> {
     pub(super) fn run(&self) -> Result<i32> {
         let conf = QemuConf::read(self.qemu_conf)?;
         let (identity, summary) = host::identity(self.identity)?;
-        let before = before(self.config)?;
+        let before = read(self.config)?;
         let peers = self.peers.iter().map(|text| host::peer(text));
         let mut peers = peers.collect::<Result<Vec<_>>>()?;
         for peer in earlier(self.config, before.as_deref())? {
@@ -63,20 +63,25 @@ impl Setup<'_> {
         }
         let block = routes(&own_names(&summary)?, &peers);
         if self.dry_run {
-            println!("{block}\nnothing was changed (--dry-run)");
+            match self.report.json {
+                true => self.report.step("routes", &block),
+                false => println!("{block}\nnothing was changed (--dry-run)"),
+            }
             return Ok(DONE);
         }
         let created = || block::created(&identity.display().to_string(), self.listen);
         let text = block::insert(&before.clone().unwrap_or_else(created), &block)?;
-        write_file(self.config, &text)?;
-        if !dunlin(&["tunnel", "check"], Some(self.config))?
+        install::let_services_read(&identity)?;
+        write(self.config, &text)?;
+        if !dunlin(&["tunnel", "check"], Some(self.config), None)?
             .status
             .success()
         {
-            restore(self.config, before.as_deref())?;
+            put(self.config, before.as_deref())?;
             bail!("the new configuration would be invalid, and is as before; the reason is above");
         }
-        println!("written    {}", self.config.display());
+        let report = self.report;
+        report.step("written", &self.config.display().to_string());
         let user = host::users(conf.user.as_deref()).pop();
         let user = user.unwrap_or_else(|| "root".to_owned());
         let group = if group_id(GROUP)?.is_some() {
@@ -84,19 +89,21 @@ impl Setup<'_> {
         } else {
             "root"
         };
-        make_directory(&user, group)?;
-        extend_apparmor()?;
-        start()?;
-        let tried = dunlin(&["tunnel", "check", "--connect"], Some(self.config))?;
+        make_directory(&user, group, report)?;
+        extend_apparmor(report)?;
+        start(report)?;
+        let mut words = vec!["tunnel", "check", "--connect"];
+        words.extend(report.json.then_some("--json"));
+        let tried = dunlin(&words, Some(self.config), None)?;
         print!("{}", String::from_utf8_lossy(&tried.stdout));
         if !tried.status.success() {
-            println!(
-                "\nA peer does not answer, or refuses; the reason is above. Run this command there \
-                 too, with this host as --peer. Until then migrations to it fail, and the VMs stay."
+            report.advise(
+                "A peer does not answer, or refuses; the reason is above. Run this command there \
+                 too, with this host as --peer. Until then migrations to it fail, and the VMs stay.",
             );
         }
         let host = peers.first().map_or("HOST", |one| one.host.as_str());
-        println!("\nNow: dunlin libvirt migrate VM {host}");
+        report.advise(&format!("Now: dunlin libvirt migrate VM {host}"));
         Ok(DONE)
     }
 }
@@ -164,7 +171,7 @@ pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)
 
 /// Makes the directory now and after each boot. The sockets in it get its group, so that the tunnel
 /// reaches those of QEMU, which is its owner.
-fn make_directory(user: &str, group: &str) -> Result<()> {
+fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     let text = format!(
         "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"
     );
@@ -178,42 +185,41 @@ fn make_directory(user: &str, group: &str) -> Result<()> {
         .and_then(|()| chown(DIRECTORY, Some(user_id), Some(group_id)))
         .and_then(|()| fs::set_permissions(DIRECTORY, Permissions::from_mode(0o2770)))
         .with_context(|| format!("cannot create {DIRECTORY}"))?;
-    println!(
-        "directory  {DIRECTORY} (owner {}, group {group})",
-        clean(user)
-    );
+    let what = format!("{DIRECTORY} (owner {user}, group {group})");
+    report.step("directory", &what);
     Ok(())
 }
 
 /// Extends libvirt's AppArmor profiles of VMs. Those of running VMs change with their next start or
 /// migration.
-fn extend_apparmor() -> Result<()> {
+fn extend_apparmor(report: &Report) -> Result<()> {
     let Ok(abstraction) = fs::read_to_string(ABSTRACTION) else {
         return Ok(());
     };
     if abstraction.contains("<abstractions/libvirt-qemu.d>") {
         let text = format!("# Written by `dunlin libvirt enable --sockets`.\n{RULE}\n");
         replace(Path::new(EXTENSION), &text, 0o644)?;
-        println!("apparmor   {EXTENSION}");
+        report.step("apparmor", EXTENSION);
     } else {
-        println!(
-            "apparmor   this version of libvirt has no folder for additions: write this line into \
-             /etc/apparmor.d/local/abstractions/libvirt-qemu\n{RULE}"
+        let what = format!(
+            "this version of libvirt has no folder for additions: write this line into \
+             /etc/apparmor.d/local/abstractions/libvirt-qemu: {RULE}"
         );
+        report.step("apparmor", &what);
     }
     Ok(())
 }
 
-fn start() -> Result<()> {
+fn start(report: &Report) -> Result<()> {
     let [.., tunnel] = UNITS;
     if !has_systemd() {
-        println!(
-            "unit       systemd does not run here: start `dunlin tunnel run`, and make {DIRECTORY} \
-             after each boot"
+        let what = format!(
+            "systemd does not run here: start `dunlin tunnel run`, and make {DIRECTORY} after each boot"
         );
+        report.step("unit", &what);
     } else if systemctl(&["enable", "--now", tunnel])? && systemctl(&["reload-or-restart", tunnel])?
     {
-        println!("unit       {tunnel} is enabled and runs");
+        report.step("unit", &format!("{tunnel} is enabled and runs"));
     } else {
         bail!("{tunnel} cannot be started: see `journalctl -u {tunnel}`");
     }
@@ -226,13 +232,13 @@ pub(super) fn is_in(text: &str) -> bool {
 }
 
 /// Undoes `enable --sockets`.
-pub(super) fn disable(config: &Path, text: &str) -> Result<i32> {
+pub(super) fn disable(config: &Path, text: &str, report: &Report) -> Result<i32> {
     let rest = block::remove(text)?;
     let is_empty = block::is_only_ours(&rest) || rest.trim().is_empty();
     let [.., tunnel] = UNITS;
     match is_empty {
         true => delete(config)?,
-        false => write_file(config, &rest)?,
+        false => write(config, &rest)?,
     }
     for file in [TMPFILES, EXTENSION] {
         delete(Path::new(file))?;
@@ -246,7 +252,7 @@ pub(super) fn disable(config: &Path, text: &str) -> Result<i32> {
         };
         systemctl(words)?;
     }
-    println!("restored   {}", config.display());
+    report.step("restored", &config.display().to_string());
     Ok(DONE)
 }
 

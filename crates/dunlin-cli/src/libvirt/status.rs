@@ -6,8 +6,8 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, from_str, json};
 
-use super::block;
 use super::programs::{ConfigPath, Report, dunlin};
+use super::{block, sockets};
 use crate::code::{DONE, FAILED};
 use crate::line::print_json;
 
@@ -35,9 +35,13 @@ impl Status {
             return Ok(FAILED);
         }
         let flags = if json { &["--json"][..] } else { &[] };
-        let rules = dunlin(&[&["redirect", "show"], flags].concat(), Some(config))?;
-        print!("{}", String::from_utf8_lossy(&rules.stdout));
-        let status = dunlin(&[&["status"], flags].concat(), None)?;
+        let mut is_applied = true;
+        if !sockets::is_in(&text) {
+            let rules = dunlin(&[&["redirect", "show"], flags].concat(), Some(config), None)?;
+            print!("{}", String::from_utf8_lossy(&rules.stdout));
+            is_applied = rules.status.success();
+        }
+        let status = dunlin(&[&["status"], flags].concat(), None, None)?;
         let status = String::from_utf8_lossy(&status.stdout).into_owned();
         print!("{status}");
         let is_tunnel = |line: &str| match json {
@@ -46,8 +50,9 @@ impl Status {
         };
         let runs = status.lines().any(is_tunnel);
         if json {
-            let applied = rules.status.success();
-            print_json(&json!({ "enabled": true, "rules_applied": applied, "tunnel_runs": runs }));
+            print_json(
+                &json!({ "enabled": true, "rules_applied": is_applied, "tunnel_runs": runs }),
+            );
         } else if !runs {
             println!("no tunnel runs: migrations fail, and the VMs stay");
         }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Error, Result, bail, ensure};
 use clap::Args;
 use dunlin_ipsec::sock_diag::TcpConnection;
+use dunlin_linux::accounts::user_id;
 use serde_json::json;
 
 use super::connections::{established, redirected, unprotected};
@@ -16,6 +17,7 @@ use super::source::Source;
 use super::state::{State, Wanted};
 use super::table::Table;
 use crate::code::DONE;
+use crate::file::replace;
 use crate::line::print_json;
 use crate::log;
 use crate::state::StatePath;

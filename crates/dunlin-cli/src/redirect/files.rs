@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use super::state::State;
 use super::table::Record;
+use crate::file::replace;
 use crate::text::plain;
 
 /// Location of the results for other processes.

@@ -23,7 +23,7 @@ pub(crate) use ipsec::Ipsec;
 use ipsec::IpsecTable;
 use rate::PeerTable;
 use redirect::{Others, PEER_PORT, Redirect, RedirectTable};
-use table::{Found, Port, RouteTable, parse_port};
+use table::{Found, LanesKey, Port, RouteTable, parse_port};
 
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};

@@ -20,6 +20,7 @@ use anyhow::Result;
 use clap::Subcommand;
 
 pub(crate) use ask::set_rate;
+pub(crate) use check::prober;
 pub(crate) use config::Config;
 pub(crate) use config::rate::parse_tunnel_rate;
 pub(crate) use config::redirect::{Listeners, PEER_PORT, Redirect, RedirectPeer, today};

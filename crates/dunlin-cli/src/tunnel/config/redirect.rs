@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
 use dunlin::lane::peers::Peer;
-use dunlin_tunnel::{DEFAULT_LANES, Entrance, Listen, Mode, PortRange, RelayExit, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Listen, Mode, PortRange, RelayExit, WINDOW_BYTES};
 use serde::Deserialize;
 use time::{Date, Duration, Month, OffsetDateTime};
 use toml::Spanned;
@@ -109,7 +109,7 @@ pub(super) struct RedirectTable {
     local: Option<Spanned<Vec<Spanned<String>>>>,
     peer_port: Option<Spanned<u64>>,
     relay_port: Option<Spanned<u64>>,
-    lanes: Option<Spanned<u64>>,
+    lanes: Option<Spanned<LanesKey>>,
     window: Option<Spanned<String>>,
     pub(super) rate: Option<Spanned<String>>,
     mode: Option<Spanned<String>>,
@@ -176,7 +176,7 @@ fn check_one(
         plain,
         peer_port: found.count("peer_port", peer_port, PEER_PORT, most),
         relay_port,
-        lanes: found.count("lanes", &table.lanes, DEFAULT_LANES, 128),
+        lanes: found.lanes(&table.lanes),
         window_bytes: found.or(&table.window, WINDOW_BYTES, parse_window),
         mode: mode(name, table, relay_port, is_prepared, found),
         ports: ports?,
