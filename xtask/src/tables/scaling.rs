@@ -13,7 +13,7 @@ const LINKS: [f64; 4] = [25.0, 100.0, 200.0, 400.0];
 const GBIT_PER_GIB: f64 = 8.0 * 1.073_741_824;
 /// The round trips for which the table has socket buffers, in ms.
 const ROUND_TRIPS_MS: [f64; 2] = [1.0, 10.0];
-/// The guest whose transfer time the table has, in GiB.
+/// The memory of the guest in the last column, in GiB.
 const GUEST_GIB: f64 = 64.0;
 
 /// One row for each link. The first file has whole migrations, the second the rate of one lane.
