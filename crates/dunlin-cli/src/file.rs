@@ -18,7 +18,11 @@ pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
     fs::write(&fresh, text)
         .and_then(|()| match fs::metadata(path) {
             Ok(before) => {
-                chown(&fresh, Some(before.uid()), Some(before.gid()))?;
+                let owner = |file: &fs::Metadata| (file.uid(), file.gid());
+                // A service's filter may refuse the system call, which is rarely necessary.
+                if owner(&fs::metadata(&fresh)?) != owner(&before) {
+                    chown(&fresh, Some(before.uid()), Some(before.gid()))?;
+                }
                 fs::set_permissions(&fresh, before.permissions())
             }
             Err(_) => fs::set_permissions(&fresh, Permissions::from_mode(mode)),
