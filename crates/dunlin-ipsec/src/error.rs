@@ -48,7 +48,7 @@ pub enum IpsecError {
         path: PathBuf,
     },
     /// Other users may write to the directory of records, or one of them owns it.
-    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; it must have mode 700 and belong to the user of this process", path = path.display())]
+    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; only the user of this process may own it and write to it (mode 700 or 755)", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,

@@ -10,7 +10,7 @@ use super::cells::{
     Digits, cell, counted, header, median, optional, order, title, values, variant_key,
 };
 use super::kept::{Kept, Row};
-use super::scaling;
+use super::scaling::{self, GBIT_PER_GIB};
 
 /// A table in a page of the documentation.
 pub(super) struct Table {
@@ -194,7 +194,7 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
         ),
         row(
             "whole migration of an idle guest, two TLS lanes",
-            format!("{} GiB/s", Places(2).write(median(dunlin, "gib_per_s")?)),
+            with_bits(median(dunlin, "gib_per_s")?),
             peers("gib_per_s", "GiB/s", f64::max)?,
         ),
         row(
@@ -218,6 +218,15 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             format!("Dunlin with one lane: {}", writing(1)?),
         ),
     ])
+}
+
+/// A rate in GiB/s, also in the unit of network cards.
+fn with_bits(gib_per_s: f64) -> String {
+    format!(
+        "{} GiB/s ({} Gbit/s)",
+        Places(2).write(gib_per_s),
+        Places(1).write(gib_per_s * GBIT_PER_GIB)
+    )
 }
 
 fn connections(kept: &[Kept]) -> Result<Cells> {

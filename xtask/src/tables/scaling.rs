@@ -10,7 +10,7 @@ use super::layout::Cells;
 /// The rates of links, in Gbit/s.
 const LINKS: [f64; 4] = [25.0, 100.0, 200.0, 400.0];
 /// Gbit/s in one GiB/s.
-const GBIT_PER_GIB: f64 = 8.0 * 1.073_741_824;
+pub(super) const GBIT_PER_GIB: f64 = 8.0 * 1.073_741_824;
 /// The round trips for which the table has socket buffers, in ms.
 const ROUND_TRIPS_MS: [f64; 2] = [1.0, 10.0];
 /// The memory of the guest in the last column, in GiB.

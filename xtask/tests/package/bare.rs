@@ -136,7 +136,7 @@ impl Bare {
         calls.lines().map(Into::into).collect()
     }
 
-    /// All files with their modes, owners, sizes and targets, except those that change anyway.
+    /// All files with their types, modes, owners and link targets, except [`CHANGING`] and [`USERS`].
     pub fn files(&self) -> BTreeSet<String> {
         let prune: Vec<_> = CHANGING
             .iter()

@@ -339,7 +339,7 @@ fn busy() -> Result<Duration> {
         .lines()
         .next()
         .and_then(|line| line.strip_prefix("cpu "));
-    let fields = line.context("no line for all CPUs in /proc/stat")?;
+    let fields = line.context("/proc/stat does not begin with the line `cpu`")?;
     let fields: Vec<u64> = fields
         .split_whitespace()
         .map_while(|one| one.parse().ok())

@@ -306,7 +306,8 @@ impl Enable {
         let tried = dunlin(&words, Some(&self.config.config), None)?;
         let mut path = Tried::Works;
         for line in String::from_utf8_lossy(&tried.stdout).lines() {
-            let line: Value = serde_json::from_str(line).context("a line of `tunnel check`")?;
+            let line: Value = serde_json::from_str(line)
+                .context("cannot parse a line that `dunlin tunnel check --json` printed")?;
             let works = line["event"] == "checked";
             if works || line["event"] == "failed" {
                 progress::clear();

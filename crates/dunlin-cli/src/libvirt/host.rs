@@ -72,7 +72,7 @@ pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
         }
     }
     bail!(
-        "no certificates for this host: give --identity, or create them (docs/identity.md)\n{}",
+        "no usable certificates for this host: create them (docs/identity.md), correct what is listed below, or name another directory with --identity\n{}",
         reasons.join("\n")
     )
 }

@@ -546,6 +546,8 @@ impl ControlService {
                     Ok(())
                 }
                 Line::Failed(failed) => bail!("the migration itself failed: {}", failed.text),
+                // The migration's thread could not be started.
+                Line::Warning { text } => bail!("{text}"),
                 _ => bail!("too late to cancel: the VM has moved"),
             };
         }

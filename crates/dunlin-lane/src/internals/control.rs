@@ -261,8 +261,8 @@ impl ControlStream {
         }
     }
 
-    /// Passes received bytes to rustls. Called only when rustls has no plaintext left, so rustls
-    /// never holds more than one record.
+    /// Passes received bytes to rustls. Called only when rustls has no plaintext left, which
+    /// limits what rustls holds to the size of one record.
     fn decrypt(&self, incoming: &mut Incoming) -> Result<(), ControlError> {
         let processed = {
             let mut connection = lock(&self.connection);

@@ -120,8 +120,9 @@ pub enum Message {
         /// Data lanes of the other side that may be open at the same time, 1 to
         /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
-        /// The port that accepts these lanes, at the address from which the control lane was dialled. 0
-        /// means the port to which the control lane was dialled, or that the sender opens all lanes.
+        /// The side that dialled the control lane names the port at which it accepts these lanes, at
+        /// the source address of the control lane, or 0 if it opens all lanes itself. The other side
+        /// sends 0: it accepts lanes where it accepted the control lane.
         port: u16,
     },
     /// See [`Open`].

@@ -91,7 +91,8 @@ pub enum DestinationEvent {
     ControlLost,
 }
 
-/// What the destination does after an event, in the order of the list.
+/// What the destination does after an event. [`Destination::on`] returns the actions in the order of
+/// their execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
     /// Writes and syncs this record. Ends with [`DestinationEvent::Recorded`]

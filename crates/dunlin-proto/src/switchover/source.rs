@@ -90,7 +90,8 @@ pub enum SourceEvent {
     Resolve(Resolution),
 }
 
-/// What the source does after an event, in the order of the list.
+/// What the source does after an event. [`Source::on`] returns the actions in the order of
+/// their execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
     /// Writes and syncs this record. Ends with [`SourceEvent::Recorded`] or

@@ -92,9 +92,10 @@ pub(super) fn reach(site: &Site, entrance: &Entrance, dial: &Dial) -> Result<Rel
             "this side's identity cannot be used to connect",
         )?;
     if let Some(port) = dial.port {
-        let asking = tls.asking_for(&server_name(port));
-        tls = asking.ok_or_else(|| {
-            Failure::new(FaultCode::Internal, "a port is not a valid server name")
+        let name = server_name(port);
+        tls = tls.asking_for(&name).ok_or_else(|| {
+            let text = format!("cannot ask the peer for port {port}: TLS refuses the name {name}");
+            Failure::new(FaultCode::Internal, text)
         })?;
     }
     let connected = site.connector.connect(to, deadline, cancel.wakeup());

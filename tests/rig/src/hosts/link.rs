@@ -174,7 +174,7 @@ impl Link {
                 let _ = tc(&["delete", "dev", interface, "root"]);
                 continue;
             };
-            // The burst size: 10 ms at this rate, but at least one large packet.
+            // The burst size: 10 ms at this rate, but at least four packets.
             let burst = (rate / 8 / 100).max(u64::from(self.mtu_bytes) * 4);
             tc(&[
                 "replace",

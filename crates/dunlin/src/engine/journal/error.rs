@@ -49,7 +49,7 @@ pub enum JournalError {
         path: PathBuf,
     },
     /// This session has a record that must not be removed, or replaced by this attempt.
-    #[error("{path} records this session as {state}, attempt {attempt}; the record can be removed after the session has ended, and a new attempt also needs a higher number", path = path.display())]
+    #[error("{path} records this session as {state}, attempt {attempt}: until the session has ended, its record cannot be removed and no new attempt can begin; a new attempt needs a number above {attempt}", path = path.display())]
     Undecided {
         /// The file.
         path: PathBuf,

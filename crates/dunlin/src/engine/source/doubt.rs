@@ -131,7 +131,7 @@ impl Doubt {
     /// session.
     ///
     /// # Errors
-    /// [`JournalError::Undecided`] if the session is in doubt; the record then stays.
+    /// [`JournalError::Undecided`] if the record shows a session that has not ended; it then stays.
     /// [`JournalError::Io`].
     pub fn forget(self) -> Result<(), JournalError> {
         self.journal.forget_if_over()
@@ -148,7 +148,7 @@ impl Doubt {
         let mut next = Some(event);
         let mut unrecorded = None;
         while let Some(event) = next.take() {
-            // A session that has ended accepts no answer and no resolution.
+            // A session that has ended accepts no resolution.
             let Ok((state, actions)) = self.state.on(event) else {
                 return Ok(());
             };
