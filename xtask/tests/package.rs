@@ -88,11 +88,11 @@ impl Package {
     }
 }
 
-/// The umask, the directory and the time of the files have no influence.
+/// The directory and the times of the files have no influence.
 #[test]
 fn the_same_files_give_the_same_packages() {
     let one = Package::new("1.0");
-    // The first one is older now, by all of its times.
+    // The files of the first package are older.
     let other = Package::new("1.0");
     for (one, other) in [
         (&one.files.package, &other.files.package),
@@ -202,8 +202,8 @@ fn the_package_describes_itself() {
     }
 }
 
-/// The services run as they did, configuration and state survive a removal, and a purge leaves nothing
-/// but the users and the records of sessions.
+/// An upgrade restarts no service, a removal keeps configuration and state, and a purge leaves only the
+/// users and the records of sessions.
 #[test]
 fn a_bare_debian_installs_upgrades_and_purges_the_package() {
     let Some(bare) = Bare::new() else { return };
@@ -232,7 +232,7 @@ fn install(bare: &Bare) {
         version.trim(),
         concat!("dunlin ", env!("CARGO_PKG_VERSION"))
     );
-    // The image of a container leaves pages of the manual out.
+    // In images of containers, dpkg leaves the pages of the manual out. Here it installs them.
     let page = bare.run("man --warnings --pager=cat dunlin-libvirt-enable 2>&1");
     assert!(page.contains("--install-identity"), "{page}");
     assert!(!page.contains("warning:"), "{page}");
@@ -268,7 +268,7 @@ fn upgrade(bare: &Bare) {
         "#mine"
     );
     assert_eq!(bare.run("stat -c %a /etc/dunlin").trim(), "700");
-    // An unchanged version too.
+    // The same version can be installed again.
     bare.run("dpkg --install /shared/new.deb");
 }
 

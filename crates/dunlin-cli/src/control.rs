@@ -134,7 +134,6 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
 
 /// A process's handler of requests at its control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The requests that the process accepts.
     type Request: DeserializeOwned;
 
     /// Carries out one request and sends the answer; `requests` reads further requests of the
@@ -190,7 +189,8 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 static PENDING: Mutex<usize> = Mutex::new(0);
 static ANSWERED: Condvar = Condvar::new();
 
-/// Waits until every request is answered, at most [`DRAIN_LIMIT`]: a client may be stopped.
+/// Waits until every request is answered, but at most [`DRAIN_LIMIT`], because a client may be
+/// stopped.
 pub(crate) fn drain() {
     let pending = lock(&PENDING);
     let _ = ANSWERED.wait_timeout_while(pending, DRAIN_LIMIT, |pending| *pending > 0);
@@ -214,6 +214,7 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
 
 /// Maximum length of a line of an answer. The longest is a timeline, of at most a few MiB.
 const ANSWER_LINE_BYTES: u64 = 64 << 20;
+
 /// Connects to a control socket. A stopped process accepts nothing, and a plain connect would wait
 /// without a limit once its backlog is full.
 fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
@@ -252,7 +253,7 @@ impl Client {
                     format!("{at} accepts only the {owner}'s user: run the command as that user, or as root")
                 }
                 _ => format!(
-                    "no {owner} answers at {at}: check that its process runs and --control is the same"
+                    "no {owner} answers at {at}: check that its process runs with this --control"
                 ),
             };
             anyhow::Error::new(error).context(what)

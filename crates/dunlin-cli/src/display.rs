@@ -64,7 +64,7 @@ impl Display {
             .map(|(lane, bytes)| format!("{lane}:{} %", bytes * 100 / share.max(1)))
             .collect();
         let mut text = pace(progress, "  ");
-        // Before the end of the first pass the dirty rate is unknown.
+        // Before the end of the first iteration, the dirty rate is unknown.
         if progress.iteration > 1 {
             text.push_str(&format!(
                 "  {} pages/s dirtied  predicted downtime {:.0} ms",

@@ -6,8 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// Replaces a file in one step, so that a reader sees either text, and creates its directory if
-/// necessary. A link stays a link. An existing file keeps its owner and mode; a new one gets `mode`.
+/// Replaces a file in one step, so that a reader sees the old or the new text. Creates its
+/// directory if necessary. A link stays a link. An existing file keeps its owner and mode; a new
+/// one gets `mode`.
 pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
     let what = || format!("cannot write {}", path.display());
     if let Some(directory) = path.parent() {
@@ -19,7 +20,7 @@ pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
         .and_then(|()| match fs::metadata(path) {
             Ok(before) => {
                 let owner = |file: &fs::Metadata| (file.uid(), file.gid());
-                // A service's filter may refuse the system call, which is rarely necessary.
+                // chown is rarely necessary, and the filter of a service may refuse it.
                 if owner(&fs::metadata(&fresh)?) != owner(&before) {
                     chown(&fresh, Some(before.uid()), Some(before.gid()))?;
                 }

@@ -29,10 +29,11 @@ pub(crate) struct Init {
     /// A new directory, for a directory per host and for the authority.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Only identities, for hosts of libvirt: `dunlin libvirt enable` writes their configuration.
+    /// Create only identities, for hosts of libvirt: `dunlin libvirt enable` writes the
+    /// configuration.
     #[arg(long, conflicts_with = "route")]
     libvirt: bool,
-    /// The name of the routes in the configurations.
+    /// The first part of the routes' names, which are NAME-to-HOST.
     #[arg(long, value_name = "NAME", default_value = "ram", value_parser = parse_route)]
     route: String,
     /// Days until the hosts' certificates expire.
@@ -57,7 +58,10 @@ fn parse_host(text: &str) -> Result<String, String> {
     };
     match text.split('.').all(is_label) && text != AUTHORITY {
         true => pki::parse_name(text),
-        false => Err("neither a DNS name of a host nor an IP address".to_owned()),
+        false => Err(
+            "neither an IP address nor the DNS name of a host (ca is the authority's directory)"
+                .to_owned(),
+        ),
     }
 }
 
@@ -124,7 +128,7 @@ impl Init {
                  # Who may connect, unless the hypervisor runs as root (docs/tunnel/operation.md):\n\
                  #socket_group = \"libvirt-qemu\"\n\
                  #socket_mode = \"0660\"\n\
-                 # The most that this host sends, in bytes per second; and its lanes.\n\
+                 # The maximum rate of this host in bytes per second, and the number of its lanes.\n\
                  #rate = \"500M\"\n\
                  #lanes = 4\n",
                 address(peer),
@@ -166,8 +170,8 @@ impl Init {
 
     fn print(&self, authority: &Path) {
         println!(
-            "{}: the authority. It issues certificates for all hosts, so no host needs it: keep it, \
-             secret, for `dunlin pki issue`.",
+            "{}: the authority. It can issue a certificate for any host: keep it secret and off \
+             the hosts. `dunlin pki issue` needs it.",
             authority.display()
         );
         for host in &self.hosts {

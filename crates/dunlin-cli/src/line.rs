@@ -163,7 +163,6 @@ pub(crate) enum Line {
     },
     /// A session in the journal.
     Session(serde_json::Value),
-    /// Status of a tunnel.
     Tunnel(Box<TunnelLine>),
     /// An on-demand listener of a tunnel.
     Listener(ListenerLine),
@@ -273,8 +272,7 @@ impl FailedLine {
     }
 }
 
-/// Also an error, either as another process sent it, or as created in this process with a fault
-/// code.
+/// The failure as an error of this process, or as another process sent it.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {
@@ -314,7 +312,6 @@ pub(crate) struct StatusLine {
     pub(crate) full_passes: u64,
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
-    /// The migration under way, if any.
     pub(crate) migration: Option<MigrationLine>,
 }
 

@@ -60,7 +60,7 @@ pub(crate) fn clear() {
     }
 }
 
-/// A closed terminal is not an error.
+/// Writes to standard error. A closed terminal is not an error.
 fn write(text: &str) {
     let _ = stderr().write_all(text.as_bytes());
 }

@@ -43,7 +43,6 @@ impl StatePath {
         self.state_dir.as_deref()
     }
 
-    /// The directory of IPsec records.
     pub(crate) fn ipsec_records(&self) -> Result<PathBuf> {
         Ok(self.directory()?.join(IPSEC_RECORDS))
     }

@@ -94,7 +94,7 @@ fn the_verdicts_are_those_of_proc_and_sys() {
     let of = |check| found(&verdicts, check);
     let release = printed("uname", &["-r"]).unwrap();
     assert!(of("host.kernel").1.starts_with(&release));
-    // The kernel lists a protocol only while its module is loaded, as the probe has left it.
+    // The kernel lists a protocol only while its module is loaded. The probe has loaded this one.
     let protocols = read("/proc/sys/net/ipv4/tcp_available_ulp").unwrap();
     let has_tls = protocols.split(' ').any(|one| one == "tls");
     assert_eq!(of("tls.module").0 == "ok", has_tls, "{protocols}");
@@ -135,7 +135,7 @@ fn the_verdicts_are_those_of_proc_and_sys() {
     assert_eq!(of("redirect.nft").0 == "ok", nft.is_some());
 }
 
-/// `ip` lists the devices from the kernel, not from /sys.
+/// The doctor reads /sys. `ip`, with which the test compares, asks the kernel by netlink.
 #[test]
 fn the_mtu_is_that_of_each_device_that_is_up() {
     let Some(links) = printed("ip", &["-o", "link", "show", "up"]) else {
@@ -193,7 +193,7 @@ fn a_certificate_is_judged_by_its_days() {
         let (state, value) = found(&verdicts, "identity.certificate");
         (state.to_owned(), value.to_owned())
     };
-    // `fail` ends the command with 1; without /dev/kvm it always does.
+    // A check that fails makes the exit code 1. Without /dev/kvm, kvm.usable always fails.
     let usual = i32::from(!Path::new("/dev/kvm").exists());
     let (state, value) = judge("long", usual);
     assert_eq!((&*state, &*value), ("ok", "DNS long.test, 89 days"));
@@ -350,7 +350,7 @@ fn two_hosts_are_compared() {
     let people = finish(people).expect(1).out;
     assert!(people.contains("3 differences"), "{people}");
 
-    // What another host printed is data of a stranger.
+    // A file of another host is untrusted: invalid ones are refused, and output is escaped.
     let schema = text.replace("\"schema\":1", "\"schema\":2");
     let escape = changed.replace("eth9 9000", "\\u001b[2J");
     for (bad, code) in [
@@ -373,7 +373,7 @@ fn two_hosts_are_compared() {
     assert_eq!(done.last()["fault"], "usage");
 }
 
-/// The first cells of the tables of docs/reference/doctor.md.
+/// The first cells of the tables in docs/reference/doctor.md name the checks.
 #[test]
 fn the_page_lists_every_check() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/doctor.md");

@@ -50,7 +50,7 @@ fn a_confined_tunnel_reports_its_host() {
     assert_eq!(of("peer.report"), ("ok".to_owned(), version.to_owned()));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     assert_eq!(of("peer.kernel").1, release.trim());
-    // Both are this host.
+    // Both hosts are this machine.
     assert_eq!(of("peer.records").1, of("auto.records").1);
     assert_eq!(of("peer.library").1, of("auto.library").1);
     // The identity is valid for a day from the second in which it was made.
@@ -64,7 +64,7 @@ fn a_confined_tunnel_reports_its_host() {
     let buffers = of("net.buffers").1;
     assert!(buffers.starts_with(&of("peer.buffers").1), "{buffers}");
     assert_ne!(of("net.buffers").0, "unknown", "the path was measured");
-    // The kernel limits an MTU to the longest packet of IPv4.
+    // The kernel reports 65535 at most, the longest packet of IPv4.
     let mtu = fs::read_to_string("/sys/class/net/lo/mtu").unwrap();
     let mtu = mtu.trim().parse::<u32>().unwrap().min(65535);
     assert_eq!(of("peer.mtu").1, mtu.to_string());
@@ -95,7 +95,7 @@ fn a_peer_without_a_route_for_this_host_reports_nothing() {
     );
     assert_eq!(state(&done, "peer.report"), "unknown");
     assert!(!done.out.contains("peer.kernel"), "{}", done.out);
-    // A host that the tunnel does not admit at all.
+    // This tunnel does not admit host a at all.
     let far = Tunnel::start(&hosts, "closed", &far_config(&hosts, "c.test"));
     let done = ask(&hosts, &far.address, "").expect(1);
     assert_eq!(
@@ -120,7 +120,8 @@ fn a_peer_that_does_not_listen_is_a_failure() {
     finish(words("doctor --compare a b --peer c")).expect(2);
 }
 
-/// A target of the report's name takes its place: the peer then sends what it likes.
+/// The peer has a target with the name under which reports are requested, so the test can send any
+/// report.
 ///
 /// Claim P26 of docs/security.
 #[test]
@@ -148,7 +149,7 @@ fn i7_hostile_reports_are_refused_or_escaped() {
             stream
                 .set_write_timeout(Some(Duration::from_secs(20)))
                 .unwrap();
-            // The asking side ends the channel early.
+            // The side that asks closes the channel before it has read a long answer.
             let _ = stream.write_all(answer.as_bytes());
         });
         let done = ask(&hosts, &far.address, "").expect(i32::from(kernel.is_some()));

@@ -20,7 +20,7 @@ use support::{Done, Hosts, Process, Scratch, finish, words};
 
 const GUEST: &str = "--guest process --memory 64M --fill-size 8M --workload idle";
 
-/// A process that ends with its test.
+/// A process that is killed when its test ends.
 struct Ends(Child);
 
 impl Drop for Ends {
@@ -86,8 +86,8 @@ fn status_at(control: &Path, flags: &str) -> Done {
     finish(command)
 }
 
-/// A program such as `head` has read the first lines and has exited. Later lines would be a reason
-/// to end the process, with the VM that has just arrived.
+/// A program such as `head` has read the first lines and has exited, so writing a later line fails.
+/// This must not end the process, which has a VM.
 ///
 /// Claim N16 of docs/security.
 #[test]

@@ -105,7 +105,6 @@ fn a_migration_is_shown_on_both_hosts_and_then_in_their_histories() {
     ] {
         assert!(metrics.contains(sample), "{sample}: {metrics}");
     }
-    // Without a limit in `receive`, another attempt may fail, and is then in the history too.
     assert_eq!(status["history"].as_array().unwrap().len(), 1);
 }
 
@@ -164,7 +163,7 @@ fn a_status_socket_takes_no_requests() {
     assert_eq!(status["state"], "running", "{status}");
     assert_eq!(status["migration"]["rate"], 2 << 20, "{status}");
 
-    // The tunnel's socket as well.
+    // A tunnel's status socket takes no requests either.
     let scene = Scene::new();
     let own = format!("tunnel-{}.sock", scene.near.child.id());
     let socket = control(&scene.hosts).join("status").join(own);
@@ -211,7 +210,7 @@ fn only_the_group_of_the_directory_may_read_a_status_socket() {
     let socket = status_socket(&control);
     assert_eq!(fs::metadata(&socket).unwrap().gid(), group);
     assert_eq!(mode(&socket), 0o660);
-    // The control socket stays the owner's.
+    // Only the owner may use the control socket.
     assert_eq!(mode(&control.join("vm.sock")), 0o600);
 }
 
@@ -287,7 +286,7 @@ fn the_process_that_serves_the_page_is_confined() {
     page.get("/");
 }
 
-/// Processes that never were: each writes `text` to every client of its status socket.
+/// Status sockets without processes: the test writes a text to every client.
 struct Fakes {
     stop: Arc<AtomicBool>,
     asked: Arc<AtomicUsize>,
@@ -382,7 +381,7 @@ fn i7_a_process_that_never_answers_delays_no_other_and_is_named() {
     let _fakes = Fakes::start(scratch.path(), 3, migrating);
     let directory = scratch.join("status");
     let _silent = UnixListener::bind(directory.join("tunnel-1.sock")).unwrap();
-    // A process that was killed leaves its file.
+    // The socket file of a process that was killed, and a file that is not a socket.
     drop(UnixListener::bind(directory.join("vm-99.sock")).unwrap());
     fs::write(directory.join("vm-98.sock"), b"").unwrap();
     let page = Page::start(scratch.path());
@@ -482,10 +481,10 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
     );
     assert_eq!(page.send(lines.as_bytes()).0, 431);
 
-    // Clients that send nothing, or a byte, or that never read: more than there are places.
+    // More clients than the process serves at a time. They send at most one byte, and do not read.
     let mut idle: Vec<UnixStream> = (0..64).map(|_| page.connect()).collect();
     for stream in &mut idle[..40] {
-        // The places that are left refuse at once.
+        // The process may have refused the client and closed the connection.
         let _ = stream.write_all(b"G");
     }
     let began = Instant::now();
@@ -497,7 +496,7 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
         );
     }
     drop(idle);
-    // A flood.
+    // Clients that connect and close at once.
     for _ in 0..500 {
         drop(page.connect());
     }

@@ -1,4 +1,4 @@
-//! The status page in a real browser: Chromium without a window, in the soak only.
+//! The status page: in Chromium without a window, which only the soak has, and without a browser.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/status.rs"]
@@ -14,7 +14,7 @@ use status::Page;
 use support::process::Process;
 use support::{Hosts, Scratch, words};
 
-/// A page that has seen some samples: its document, and what the browser logged.
+/// The document of the page after some samples, and what the browser logged.
 fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
     let profile = Scratch::new();
     let mut browser = Command::new("chromium");
@@ -86,7 +86,7 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
         // The curve and its alternative for screen readers.
         assert!(dom.contains("aria-label=\"Rate: now "), "{dom}");
         assert!(dom.contains(": pause 1.0 ms, last pages 4.0 ms"), "{dom}");
-        // Names from peers are text.
+        // Names from peers are inserted as text.
         assert!(!dom.contains("<img"), "{dom}");
         assert!(dom.contains("&lt;img src=x"), "{dom}");
         assert!(!dom.contains("<title>owned"), "{dom}");
@@ -94,7 +94,6 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     migration.signal("INT");
 }
 
-/// What a browser needs to find in the page, without a browser.
 #[test]
 fn the_page_is_one_file_with_text_for_every_part() {
     let scratch = Scratch::new();
@@ -111,7 +110,7 @@ fn the_page_is_one_file_with_text_for_every_part() {
     ] {
         assert!(html.contains(part), "{part}");
     }
-    // Each heading names its section.
+    // Each section is labelled by its heading.
     let labels = html.split("aria-labelledby=\"").skip(1);
     let labels: Vec<_> = labels.map(|rest| rest.split('"').next().unwrap()).collect();
     assert!(labels.len() >= 6, "{labels:?}");

@@ -187,7 +187,7 @@ fn without_a_terminal_top_fails_and_names_status() {
     let done = finish(top(&hosts, &control(&hosts))).expect(2);
     assert!(done.err.contains("`dunlin status --json`"), "{done:?}");
     assert_eq!(done.out, "");
-    // Standard output decides, even if the other two are a terminal.
+    // Standard input and standard error are a terminal here, but standard output is not.
     let command = top(&hosts, &control(&hosts));
     let mut terminal = Terminal::start_with(&command, 24, 80, |command| {
         command.stdout(Stdio::null());
@@ -196,7 +196,7 @@ fn without_a_terminal_top_fails_and_names_status() {
     assert!(terminal.is_restored());
 }
 
-/// A migration that the test cancels: `dunlin cancel` waits until it has ended.
+/// `dunlin cancel`, which waits for the process of `here`, and fails: the VM does not migrate.
 fn slow_cancel(hosts: &Hosts, here: &Process) -> Command {
     let mut command = words("cancel --vm");
     command.arg(here.control.join("vm.sock"));

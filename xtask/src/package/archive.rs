@@ -13,7 +13,7 @@ use super::programs::run;
 
 const SCRIPT: &str = include_str!("archive.sh");
 
-/// Where the programs come from that write the archives.
+/// Where the programs that write the archives come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Tools<'a> {
     /// Debian's packages in this directory: the archives depend on nothing of this machine.
@@ -22,7 +22,7 @@ pub enum Tools<'a> {
     Machine,
 }
 
-/// What was made.
+/// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Files {
     /// The Debian package.

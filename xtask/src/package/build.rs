@@ -29,9 +29,9 @@ pub const PACKAGES: [&str; 14] = [
     "xz-utils",
     "zlib1g",
 ];
-/// Makes that file system.
+/// The script that makes that file system and runs a command in it.
 const INSIDE: &str = include_str!("inside.sh");
-/// What paths in the binary begin with.
+/// What replaces the paths of the build in the binary.
 const SHOWN: &str = "/usr/src/dunlin";
 
 /// Writes the files of the commit that is checked out into `source`, and the sources of the crates into
@@ -52,7 +52,8 @@ pub fn export(source: &Path) -> Result<()> {
         .spawn()
         .context("cannot run git")?;
     let files = archive.stdout.take().context("git has no output")?;
-    // With the times of the commit, cargo would use an earlier build of a later commit.
+    // --touch: with the commit's time, cargo would take the files for unchanged since a build of a
+    // later commit.
     let mut tar = Command::new("tar");
     let tar = tar
         .args(["--extract", "--touch", "--directory"])

@@ -14,7 +14,7 @@ pub struct Version {
     pub text: String,
     /// The time of the commit, in seconds since 1970.
     pub epoch: u64,
-    /// The same as a date (RFC 5322), in UTC.
+    /// The time of the commit as a date (RFC 5322), in UTC.
     pub date: String,
 }
 
@@ -26,7 +26,9 @@ pub struct Version {
 pub fn version() -> Result<Version> {
     let number = env!("CARGO_PKG_VERSION");
     let epoch = git(&["log", "-1", "--format=%ct"])?;
-    let epoch = epoch.parse().context("the time of the commit")?;
+    let epoch = epoch
+        .parse()
+        .context("cannot parse the time of the commit")?;
     let tags = git(&["tag", "--points-at", "HEAD"])?;
     let text = match tags.lines().any(|tag| tag == format!("v{number}")) {
         true => number.to_owned(),
@@ -54,7 +56,7 @@ pub fn workspace() -> &'static Path {
 pub(super) fn git(words: &[&str]) -> Result<String> {
     let mut git = Command::new("git");
     git.args(words).current_dir(workspace());
-    // For dates.
+    // Dates are in UTC and in English.
     git.env("TZ", "UTC").env("LC_ALL", "C");
     output(&mut git)
 }

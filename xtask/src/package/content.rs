@@ -29,7 +29,7 @@ pub struct Parts<'a> {
     pub version: &'a Version,
 }
 
-/// A tree in the making.
+/// The tree of files that is being written.
 struct Tree<'a>(&'a Path);
 
 impl Parts<'_> {
@@ -157,7 +157,7 @@ const MAINTAINER: &str = "The Dunlin developers <developers@dunlin.invalid>";
 const DESCRIPTION: [&str; 6] = [
     "Dunlin moves the memory of running virtual machines to another host over many",
     "encrypted connections in parallel. The tunnel carries the migrations of QEMU,",
-    "libvirt and other hypervisors without a change of theirs; `dunlin libvirt",
+    "libvirt and other hypervisors without changes to them; `dunlin libvirt",
     "enable` sets it up.",
     ".",
     "No service is enabled or started by the installation.",
@@ -204,7 +204,8 @@ impl Tree<'_> {
 
 /// The files of a folder.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).with_context(|| format!("no {}", folder.display()))?;
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     let paths = entries.map(|entry| Ok(entry?.path()));
     let files = paths.collect::<Result<Vec<_>>>()?;
     ensure!(!files.is_empty(), "{} is empty", folder.display());

@@ -21,7 +21,8 @@ while [ "$1" != -- ]; do
     shift 2
 done
 shift
-# With the sources of the standard library, the compiler would write their paths on this machine.
+# Hide the sources of the standard library: if they are installed, the compiler writes their paths
+# into the binary.
 if [ -d "$root/opt/rust/lib/rustlib/src" ]; then
     mount -t tmpfs none "$root/opt/rust/lib/rustlib/src"
 fi

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use super::commit::workspace;
 use super::programs::output;
 
-/// What the names of files with licences begin with.
+/// Prefixes of the names of files with licences.
 const NAMES: [&str; 5] = ["LICENSE", "LICENCE", "COPYING", "COPYRIGHT", "NOTICE"];
 
 /// The output of `cargo metadata`.
@@ -53,7 +53,7 @@ struct Kind {
     kind: Option<String>,
 }
 
-/// A text: the crates that are linked into the command, and their licences.
+/// Returns the names and the licences of the crates that are linked into the command.
 ///
 /// # Errors
 /// cargo fails, or a crate names no licence.
@@ -62,7 +62,8 @@ pub fn of_the_command() -> Result<String> {
     cargo.args(["metadata", "--format-version=1", "--locked"]);
     cargo.args(["--filter-platform=x86_64-unknown-linux-gnu"]);
     let metadata = output(cargo.current_dir(workspace()))?;
-    let metadata: Metadata = serde_json::from_str(&metadata).context("cargo's metadata")?;
+    let metadata: Metadata =
+        serde_json::from_str(&metadata).context("cannot parse the output of cargo metadata")?;
     let linked = linked(&metadata);
     let mut list = String::new();
     let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -127,7 +128,8 @@ fn linked(metadata: &Metadata) -> BTreeSet<&str> {
     linked
 }
 
-/// The texts of licences in a crate. The C libraries are in a folder of their crate, with their own.
+/// The texts of licences in a crate. The C library AWS-LC is in a folder of its crate, with its own
+/// licences.
 fn texts_in(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for folder in [folder.to_owned(), folder.join("aws-lc")] {

@@ -31,7 +31,7 @@ use self::archive::{Files, Tools};
 use self::commit::{git, version};
 use self::content::Parts;
 
-/// The oldest Debian release on which the command must run, with the C library that it has.
+/// The oldest Debian release on which the command must run. The build uses its C library.
 pub const RELEASE: &str = "bookworm";
 
 /// Options of `cargo xtask package`.

@@ -53,7 +53,7 @@ pub fn write(directory: &Path) -> Result<()> {
     let directory = fs::canonicalize(directory)?;
     let mut write = Command::new(program);
     write.args(["--quiet", "--exact", "pages::written"]);
-    // `CARGO_MANIFEST_DIR` and the like, which cargo sets for tests, are not used.
+    // This test does not need the variables that cargo sets for tests, such as CARGO_MANIFEST_DIR.
     run(write.env("DUNLIN_PAGES", &directory))?;
     let is_written = directory.join("man/dunlin.1").exists();
     is_written
@@ -61,7 +61,7 @@ pub fn write(directory: &Path) -> Result<()> {
         .context("the test pages::written does not exist any more")
 }
 
-/// The tests of the binary `dunlin`, if the line of cargo's output reports them.
+/// The file with the tests of the binary `dunlin`, if the line of cargo's output reports it.
 fn program(line: &str) -> Option<PathBuf> {
     let message: Message = serde_json::from_str(line).ok()?;
     let target = message.target?;

@@ -21,7 +21,7 @@ const LIBRARIES: [&str; 4] = [
 /// C library that it needs.
 ///
 /// # Errors
-/// It does, or the package binutils is missing.
+/// The binary needs a newer or another library, or the package binutils is missing.
 pub fn check(binary: &Path) -> Result<(u32, u32)> {
     let read = |what: &str| {
         let mut readelf = Command::new("readelf");

@@ -1,4 +1,4 @@
-//! A bare Debian to install packages on: a file system over that of the cache, and namespaces of mounts
+//! A bare Debian to install packages on: an overlay over the cached file system, and namespaces of mounts
 //! and processes for each command. No service manager runs.
 #![allow(unreachable_pub, clippy::unwrap_used)]
 
@@ -41,7 +41,7 @@ const CHANGING: [&str; 8] = [
     "/var/lib/dpkg",
     "/var/log",
 ];
-/// The files of users and groups, which stay as is usual in Debian, and caches of the linker.
+/// The files of users and groups, which a purge keeps, as is usual in Debian.
 const USERS: [&str; 9] = [
     "/etc/group",
     "/etc/group-",
@@ -57,7 +57,7 @@ const USERS: [&str; 9] = [
 pub struct Bare {
     scratch: Scratch,
     below: PathBuf,
-    /// /shared in the Debian.
+    /// The directory that is /shared inside.
     pub shared: PathBuf,
 }
 
@@ -112,7 +112,7 @@ impl Bare {
         out
     }
 
-    /// Lets the package's scripts believe that systemd runs these units.
+    /// Makes the package's scripts find a systemd that runs these units.
     pub fn fake_systemd(&self, active: &[&str]) {
         fs::create_dir_all(self.scratch.join("run/systemd/system")).unwrap();
         fs::write(self.scratch.join("run/active"), active.join("\n") + "\n").unwrap();
@@ -128,7 +128,7 @@ impl Bare {
         self.run("rm /usr/local/bin/systemctl");
     }
 
-    /// What systemctl was called with since the last time.
+    /// The arguments of systemctl's calls since this was last called.
     pub fn systemctl_calls(&self) -> Vec<String> {
         let log = self.scratch.join("run/calls");
         let calls = fs::read_to_string(&log).unwrap();

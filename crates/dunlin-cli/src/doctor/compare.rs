@@ -13,16 +13,16 @@ use crate::code::{DONE, FAILED};
 use crate::text::plain;
 use crate::text::{clean, count};
 
-/// Speeds that differ by less than this factor are equal: runs on one host differ as much.
+/// Speeds that differ by at most this factor count as equal: runs on one host differ as much.
 const SPEED_FACTOR: f64 = 1.5;
-/// The size above which a file is not the output of `doctor`.
+/// Maximum length of a file. The output of `doctor` is far shorter.
 const MOST_BYTES: u64 = 1 << 20;
 
 /// A check with different results on two hosts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Difference {
     check: String,
-    /// The result of each host: its state and value; `None` if the host has no such check.
+    /// The result in the first file; `None` if the file lacks the check.
     a: Option<Found>,
     b: Option<Found>,
     means: &'static str,
@@ -36,7 +36,7 @@ struct Found {
 
 type Verdicts = BTreeMap<(String, Option<String>), Verdict>;
 
-/// Prints the differences between two files, like diff(1): the exit code is 1 if there are some.
+/// Prints the differences between two files. Like diff(1), it returns exit code 1 if there are any.
 pub(super) fn run(one: &Path, other: &Path, json: bool) -> Result<i32> {
     let ((a, first), (b, second)) = (read(one)?, read(other)?);
     let found = differences(&first, &second);
@@ -82,7 +82,7 @@ fn read(path: &Path) -> Result<(String, Verdicts)> {
             .with_context(|| format!("{} is not a line of dunlin doctor --json", at()))?;
         ensure!(
             line.schema == SCHEMA,
-            "{} has schema {}, and this version reads {SCHEMA}: use the same version on both hosts",
+            "{} has schema {}, and this dunlin reads {SCHEMA}: use the same version on both hosts",
             at(),
             line.schema
         );
@@ -99,7 +99,7 @@ fn read(path: &Path) -> Result<(String, Verdicts)> {
 }
 
 fn differences(a: &Verdicts, b: &Verdicts) -> Vec<Difference> {
-    // Each host has its own peers.
+    // Checks of peers are not compared: each host has its own peers.
     let keys = a.keys().chain(b.keys().filter(|key| !a.contains_key(*key)));
     let mut keys: Vec<_> = keys.filter(|(_, peer)| peer.is_none()).collect();
     keys.sort_unstable();
@@ -126,7 +126,7 @@ fn differences(a: &Verdicts, b: &Verdicts) -> Vec<Difference> {
     keys.into_iter().filter_map(of).collect()
 }
 
-/// Whether two values are equal.
+/// Whether two values of a check count as equal.
 fn same(check: &str, a: &str, b: &str) -> bool {
     let number = |text: &str| text.split(' ').next()?.parse::<f64>().ok();
     match (check.starts_with("cipher."), number(a), number(b)) {
@@ -142,21 +142,21 @@ fn means(check: &str) -> Option<&'static str> {
         "identity.certificate" => return None,
         "host.kernel" => "the checks that differ below show what the kernels do not have in common",
         "auto.library" | "auto.records" | "auto.relay" => {
-            "each host chooses for itself; the lanes work together, and their costs differ"
+            "each host chooses for itself: lanes between them work, and cost one host more"
         }
         "tls.aes-256-gcm" | "tls.aes-128-gcm" | "tls.chacha20-poly1305" | "tls.module" => {
-            "lanes work with kernel TLS on one side; the hand-off works on that host only"
+            "lanes work with kernel TLS on one host only; the hand-off works on that host only"
         }
         "tls.rekey" | "tls.driver" => {
-            "one host may keep records in the process that the other does not"
+            "one host may seal records in the process that the other leaves to the kernel"
         }
         "cipher.aws-lc-rs" | "cipher.ring" | "cipher.kernel" => {
-            "the slower host limits the rate of a lane; more lanes help if it has cores"
+            "the slower host limits the rate of a lane; more lanes help if it has free cores"
         }
         "ipsec.esp" => "lanes over IPsec between these hosts are refused",
         "ipsec.per-cpu" => "sessions between these hosts need --mode connection",
         "ipsec.segmentation" => "IPsec costs more processor time on the host without it",
-        "nic.tls" | "nic.esp" => "the cards' offloads differ; processor time differs with them",
+        "nic.tls" | "nic.esp" => "the cards' offloads differ, and with them the processor time",
         "net.buffers" => "the smaller buffers limit a lane between these hosts",
         "net.mtu" => {
             "different MTUs on one network lose large packets: connections open and then hang"
@@ -172,15 +172,15 @@ fn means(check: &str) -> Option<&'static str> {
         "memory.transparent" | "memory.shmem" => {
             "a VM may be faster, and its migration cheaper, on one host"
         }
-        "memory.reserved" => "a VM with reserved huge pages may not start on the host without them",
+        "memory.reserved" => "a VM with reserved huge pages may not start on the host with fewer",
         "tunnel.config" => "the tunnel may run on one host only",
         "redirect.nft" | "redirect.rules" => {
             "migrations in one direction leave in the clear or are refused"
         }
-        "libvirt.migration" => "libvirt's ports and addresses for migrations must match",
+        "libvirt.migration" => "both hosts need the same ports for migrations",
         "libvirt.ports" => "migrations to one host may find a port in use",
         _ => {
-            "this version does not describe the check: compare with the same version on both hosts"
+            "this version of dunlin does not describe the check: use the same version on both hosts"
         }
     })
 }

@@ -16,11 +16,11 @@ use crate::tunnel::Config;
 /// The configuration of the unit dunlin-tunnel.service.
 const USUAL: &str = "/etc/dunlin/tunnel.toml";
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// As long before its end as a certificate is reported by other commands.
+/// Certificates that end within this time are a warning, as in other commands.
 const SOON: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// The configuration, its file, and whether it is valid. Without `given`, the unit's configuration
-/// if it exists.
+/// The configuration with its path, and the verdict on it. Without `given`, this is the unit's
+/// configuration, if it exists.
 pub(super) fn config(given: Option<&Path>) -> (Option<(PathBuf, Config)>, Verdict) {
     let check = "tunnel.config";
     let path = given.unwrap_or(Path::new(USUAL));
@@ -45,7 +45,7 @@ pub(super) fn config(given: Option<&Path>) -> (Option<(PathBuf, Config)>, Verdic
                 check,
                 "invalid",
                 chained(&error),
-                "correct the file; dunlin tunnel check --config FILE",
+                "correct the file; dunlin tunnel check --config FILE checks it",
             );
             (None, verdict)
         }
@@ -65,7 +65,7 @@ pub(super) fn certificates(given: Option<&Path>, reading: &Reading) -> Verdict {
             Err(error) if is_denied(&error) => denied = Some(error),
             Err(error) if given.is_none() && is_missing(&error) => {}
             Err(error) => {
-                let fix = "correct or replace the files; dunlin pki show DIR";
+                let fix = "correct or replace the files; dunlin pki show DIR checks them";
                 return Verdict::fail(CHECK, "unusable", chained(&error), fix);
             }
         }
@@ -74,12 +74,17 @@ pub(super) fn certificates(given: Option<&Path>, reading: &Reading) -> Verdict {
         return Verdict::unknown(CHECK, chained(&error), AS_ROOT);
     }
     let means = format!("no certificates in {}", IDENTITIES.join(", "));
-    Verdict::warn(CHECK, "none", means, "give --identity DIR, or create them")
+    Verdict::warn(
+        CHECK,
+        "none",
+        means,
+        "give --identity DIR, or create certificates (dunlin pki)",
+    )
 }
 
 const CHECK: &str = "identity.certificate";
 
-/// The names in this host's certificate, and the validity of what is beside it.
+/// The names in this host's certificate, and the validity of all items of its identity.
 fn loaded(directory: &Path, reading: &Reading) -> Result<(String, Vec<Dated>)> {
     let load = |role| load_identity(directory, role, reading);
     let (identity, _) = load(Role::Source).or_else(|_| load(Role::Destination))?;
@@ -88,7 +93,6 @@ fn loaded(directory: &Path, reading: &Reading) -> Result<(String, Vec<Dated>)> {
     Ok((names.join(" "), identity.dates().to_vec()))
 }
 
-/// `dates` begins with the host's certificate.
 fn judge(names: &str, dates: &[Dated], now: SystemTime) -> Verdict {
     let left = |one: &Dated| one.not_after.duration_since(now).unwrap_or_default();
     let Some(first) = dates.iter().min_by_key(|one| left(one)) else {
@@ -106,7 +110,7 @@ fn judge(names: &str, dates: &[Dated], now: SystemTime) -> Verdict {
                 "the {} is not valid yet: peers refuse this host",
                 early.item
             ),
-            "set this host's clock",
+            "correct this host's clock, or wait",
         );
     }
     if first.not_after <= now {

@@ -13,7 +13,7 @@ const NO_IPSEC: &str = "dunlin ipsec and lanes over IPsec do not work";
 /// What the kernel did in the new network namespace.
 struct Probed {
     esp: Result<(), Error>,
-    /// Whether the kernel keeps the CPU of an SA.
+    /// Whether the kernel has SAs of one CPU: it reported the CPU that was requested for an SA.
     per_cpu: Result<bool, Error>,
 }
 
@@ -73,19 +73,14 @@ fn esp(found: &Result<(), Error>) -> Verdict {
 fn per_cpu(probed: &Probed) -> Verdict {
     let check = "ipsec.per-cpu";
     match (&probed.esp, &probed.per_cpu) {
-        (Ok(()), Ok(true)) => Verdict::ok(check, "yes", "the kernel keeps the CPU of an SA"),
+        (Ok(()), Ok(true)) => Verdict::ok(check, "yes", "the kernel has SAs of one CPU"),
         (Ok(()), Ok(false)) => Verdict::warn(
             check,
             "no",
             "sessions with an SA for each CPU are refused",
             "use --mode connection, or Linux 6.13 or newer",
         ),
-        (Err(_), _) => Verdict::warn(
-            check,
-            "no",
-            "the kernel has no ESP",
-            "load or add what ipsec.esp names",
-        ),
+        (Err(_), _) => Verdict::warn(check, "no", "ESP does not work", "see ipsec.esp"),
         (_, Err(error)) => Verdict::unknown(check, error.to_string(), AS_ROOT),
     }
 }
@@ -99,11 +94,11 @@ fn segmentation(found: EspOffload) -> Verdict {
         (false, false) => "no",
     };
     match found.how_to_load() {
-        None => Verdict::ok(check, value, "TCP passes ESP large segments"),
+        None => Verdict::ok(check, value, "TCP passes large segments to ESP"),
         Some(command) => Verdict::warn(
             check,
             value,
-            "IPsec is slower: TCP passes ESP one packet per segment",
+            "IPsec is slower: TCP passes single packets to ESP",
             format!("{command}, before a session starts"),
         ),
     }
@@ -114,7 +109,7 @@ mod tests {
     use super::*;
     use crate::doctor::verdict::State;
 
-    /// The states of ESP and of SAs of one CPU.
+    /// The states of `ipsec.esp` and `ipsec.per-cpu`.
     fn states(probed: io::Result<Result<Probed, Error>>) -> Vec<State> {
         probes(probed).iter().map(|one| one.state).collect()
     }

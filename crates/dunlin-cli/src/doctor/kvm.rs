@@ -10,7 +10,7 @@ use dunlin_microvm::{KvmSupport, kvm_support};
 
 use super::verdict::{Verdict, setting};
 
-/// Who may handle the faults of guest memory that the kernel itself causes.
+/// Which users may handle page faults that the kernel itself causes, as QEMU must in post-copy.
 #[derive(Clone, Copy, Debug)]
 struct FaultAccess {
     /// `vm.unprivileged_userfaultfd`; `None` if the kernel has no userfaultfd.
@@ -56,7 +56,7 @@ fn usable(found: &io::Result<KvmSupport>, is_xen: bool) -> Verdict {
             _ => Verdict::fail(
                 check,
                 "no",
-                format!("KVM creates no VM: {error}"),
+                format!("KVM cannot create a VM: {error}"),
                 "enable virtualisation in the firmware; see dmesg",
             ),
         },
@@ -86,12 +86,16 @@ fn dirty_ring(found: &io::Result<KvmSupport>) -> Verdict {
 fn write_protect(found: &io::Result<()>) -> Verdict {
     let check = "userfaultfd.write-protect";
     match found {
-        Ok(()) => Verdict::ok(check, "yes", "memory of a process can be a dirty log"),
+        Ok(()) => Verdict::ok(
+            check,
+            "yes",
+            "the kernel can log writes to the memory of a process",
+        ),
         Err(error) => Verdict::warn(
             check,
             "no",
             format!(
-                "guests without KVM, and VMMs with Dunlin's dirty log, do not migrate: {error}"
+                "guests without KVM, and VMMs that use Dunlin's dirty log, cannot migrate: {error}"
             ),
             "use Linux 6.7 or newer with CONFIG_USERFAULTFD",
         ),

@@ -6,7 +6,7 @@
 //!                                                             JSON of two hosts ─▶ compare
 //! ```
 //!
-//! In each file, functions that read are apart from functions that judge what was read.
+//! In each file, functions that read the host are separate from functions that judge what was read.
 
 mod compare;
 mod identity;
@@ -41,15 +41,15 @@ pub(crate) struct Doctor {
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
     /// Also ask the running tunnel of this peer about its host, with the identity of the
-    /// configuration; repeatable. The peer answers if it allows this host a route. The port is 18300
-    /// if none is given.
+    /// configuration; repeatable. The peer answers hosts that may use one of its targets. The
+    /// default port is that of the configuration's route to the peer, or 18300.
     #[arg(long = "peer", value_name = "HOST[:PORT]")]
     peers: Vec<String>,
     /// Compare the socket buffers with a path of this rate in bytes per second and round-trip time,
-    /// such as 3G,20ms; or `measured`, for the path to the first peer.
+    /// such as 3G,20ms; or `measured`, for the path to the first peer that answers.
     #[arg(long, value_name = "RATE,RTT")]
     path: Option<PathFlag>,
-    /// Compare the output of --json of two hosts, and examine nothing.
+    /// Compare two hosts by the output of --json on each, and examine nothing.
     #[arg(long, value_name = "FILE", num_args = 2, conflicts_with_all = ["config", "identity", "peers", "path", "strict"])]
     compare: Vec<PathBuf>,
     /// Exit with 1 for warnings too.
@@ -140,6 +140,6 @@ fn host() -> Verdict {
     Verdict::ok(
         "host.kernel",
         value,
-        "the checks below tried what this kernel has",
+        "the checks below show what this kernel can do",
     )
 }

@@ -11,11 +11,10 @@ use super::verdict::{Verdict, setting};
 const DEVICES: &str = "/sys/class/net";
 const LOOPBACK: &str = "lo";
 
-/// A network device.
 #[derive(Clone, Debug, Default)]
 struct Device {
     name: String,
-    /// Whether a driver of a card, and not the kernel alone, provides the device.
+    /// Whether the driver of a card provides the device, which is not so for bridges and bonds.
     is_card: bool,
     /// The bridge or bond of which the device is a part.
     master: Option<String>,
@@ -49,7 +48,7 @@ pub(super) fn examine() -> Vec<Verdict> {
     ]
 }
 
-/// The devices of this network namespace. Like ip(8), this reads the mounted /sys.
+/// The devices in /sys: those of the network namespace in which it was mounted.
 fn devices() -> Vec<Device> {
     let entries = fs::read_dir(DEVICES).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries
@@ -76,7 +75,7 @@ fn devices() -> Vec<Device> {
     names.into_iter().map(of).collect()
 }
 
-/// `what` the cards with one of the `wanted` features can seal and open.
+/// The verdict on the cards: with one of the features `wanted`, a card can seal and open `what`.
 fn offload(check: &str, what: &str, wanted: &[&str], devices: &[Device]) -> Verdict {
     let (mut values, mut useless, mut available) = (Vec::new(), Vec::new(), Vec::new());
     for card in devices.iter().filter(|one| one.is_card) {
@@ -100,7 +99,7 @@ fn offload(check: &str, what: &str, wanted: &[&str], devices: &[Device]) -> Verd
     if values.is_empty() {
         let mut means = format!("this host's processors seal and open {what}");
         if !available.is_empty() {
-            means = format!("{means}; a card offers to: {}", available.join(", "));
+            means = format!("{means}; a card can, after: {}", available.join(", "));
         }
         return Verdict::ok(check, "none", means);
     }

@@ -1,4 +1,4 @@
-//! Socket buffers against the path to a peer.
+//! Whether the socket buffers of a lane fill the path to a peer.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,18 +7,17 @@ use super::verdict::{Verdict, setting};
 use crate::line::millis;
 use crate::options::{parse_limit, parse_rate};
 
-/// The path to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Path {
     pub(super) bytes_per_s: u64,
     pub(super) round_trip: Duration,
 }
 
-/// The path with which to compare.
+/// The value of `--path`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum PathFlag {
     Given(Path),
-    /// The path to the first peer.
+    /// The path to the first peer that answers.
     Measured,
 }
 
@@ -50,7 +49,7 @@ impl FromStr for Path {
 }
 
 impl Path {
-    /// The bytes in flight that fill the path.
+    /// The bandwidth-delay product: the bytes in flight that fill the path.
     fn product(&self) -> u64 {
         let bytes =
             u128::from(self.bytes_per_s).saturating_mul(self.round_trip.as_nanos()) / 1_000_000_000;
@@ -76,7 +75,7 @@ pub(super) fn examine(path: Option<Path>) -> Vec<Verdict> {
                 last("/proc/sys/net/ipv4/tcp_rmem")?,
                 last("/proc/sys/net/ipv4/tcp_wmem")?,
             ],
-            // Only the first network namespace of a host has these before Linux 6.12.
+            // Before Linux 6.12, only the initial network namespace has these files.
             fixed: ["rmem_max", "wmem_max"].map(|name| last(&format!("/proc/sys/net/core/{name}"))),
         })
     };

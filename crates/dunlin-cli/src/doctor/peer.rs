@@ -17,10 +17,10 @@ use crate::tunnel::{Config, PEER_PORT, Report, prober, unix};
 
 /// Bytes with which the path is measured.
 const MEASURED_BYTES: u64 = 64 << 20;
-/// Clocks that differ by less do no harm to the order of two hosts' logs.
+/// From this difference on, the times in the logs of two hosts cannot be compared.
 const SOME: Duration = Duration::from_secs(2);
-/// From here on, a new certificate of one host may be not yet valid for the other: certificates
-/// begin an hour before they are issued.
+/// From this difference on, a new certificate of one host may be not yet valid on the other:
+/// certificates of `dunlin pki` begin an hour before they are issued.
 const MUCH: Duration = Duration::from_secs(60 * 60);
 const DAY_S: u64 = 24 * 60 * 60;
 
@@ -33,7 +33,7 @@ struct Answers {
 }
 
 /// Asks the tunnel of each peer, with the identity of a configuration. Returns the verdicts, and the
-/// path to the first peer if it is to be measured.
+/// path to the first peer that answers, if `is_measured`.
 pub(super) fn examine(
     config: &std::path::Path,
     peers: &[String],
@@ -43,7 +43,7 @@ pub(super) fn examine(
     let (mut all, mut measured) = (Vec::new(), None);
     for peer in peers {
         let entrance = entrance(&config, peer)?;
-        // The first probe opens the trunk. The second one finds it open.
+        // The first probe opens the trunk, so the second measures the path alone.
         let path = tunnel.probe(&entrance, 1);
         let path = path
             .and_then(|_| tunnel.probe(&entrance, if is_measured { MEASURED_BYTES } else { 1 }));
@@ -81,7 +81,7 @@ fn ask(tunnel: &Tunnel, entrance: &Entrance, path: Result<Probe, Failure>) -> An
             .report(entrance)
             .map_err(|failure| match failure.code() {
                 FaultCode::UnknownRoute => {
-                    "its version reports nothing, or lets this host use none of its targets"
+                    "the peer's version sends no reports, or this host may use none of its targets"
                         .to_owned()
                 }
                 _ => failure.to_string(),
@@ -96,8 +96,8 @@ fn ask(tunnel: &Tunnel, entrance: &Entrance, path: Result<Probe, Failure>) -> An
     Answers { path, report, now }
 }
 
-/// The route to a peer: that of the configuration, or one to the usual port that expects the host's
-/// name.
+/// The route to a peer: that of the configuration, or one to the default port, where the peer's
+/// name must be the host in `peer`.
 fn entrance(config: &Config, peer: &str) -> Result<Entrance> {
     let named = |one: &&Entrance| {
         let host = one.to.rsplit_once(':').map_or(&*one.to, |(host, _)| host);
@@ -136,7 +136,7 @@ fn entrance(config: &Config, peer: &str) -> Result<Entrance> {
     })
 }
 
-/// A channel needs one round trip to open and one for its first byte.
+/// `first_byte` is two round trips: one opens the channel, one carries the byte there and back.
 fn path_of(probe: &Probe) -> Path {
     let seconds = probe.remaining.as_secs_f64().max(1e-9);
     Path {
@@ -162,7 +162,8 @@ fn judge(answers: &Answers) -> Vec<Verdict> {
     let (report, elapsed) = match &answers.report {
         Ok((report, elapsed)) => (report, *elapsed),
         Err(why) => {
-            let fix = "upgrade Dunlin on the peer, or give this host a route there";
+            let fix =
+                "see peer.path; upgrade Dunlin on the peer, or let this host use a target there";
             all.push(Verdict::unknown("peer.report", why, fix));
             return all;
         }
@@ -206,23 +207,24 @@ fn judge(answers: &Answers) -> Vec<Verdict> {
     all
 }
 
-/// `theirs` is the peer's clock at some moment of the `elapsed` time before `now`.
+/// `theirs` is the peer's clock in milliseconds since 1970, read within `elapsed` before `now`.
 fn clock_difference(theirs: u64, now: SystemTime, elapsed: Duration) -> Verdict {
     let check = "peer.clock";
     let ours = i128::from(unix(now).1) - i128::try_from(elapsed.as_millis() / 2).unwrap_or(0);
     let ahead = i128::from(theirs) - ours;
     let value = format!("{ahead:+} ms");
-    let uncertain = format!("give or take {:.0} ms", millis(elapsed) / 2.0);
-    // The largest difference that certainly exists.
+    let uncertain = format!("accurate to {:.0} ms", millis(elapsed) / 2.0);
+    // The smallest difference that the inaccuracy allows.
     let least = ahead.unsigned_abs().saturating_sub(elapsed.as_millis() / 2);
     let fix = "synchronise the clocks of both hosts (chrony, systemd-timesyncd)";
     match least {
         least if least >= MUCH.as_millis() => {
-            let means = format!("certificates may be invalid on the other host; {uncertain}");
+            let means =
+                format!("new certificates may be not yet valid on the other host; {uncertain}");
             Verdict::fail(check, value, means, fix)
         }
         least if least >= SOME.as_millis() => {
-            let means = format!("the hosts' logs cannot be compared; {uncertain}");
+            let means = format!("the times in the hosts' logs cannot be compared; {uncertain}");
             Verdict::warn(check, value, means, fix)
         }
         _ => Verdict::ok(

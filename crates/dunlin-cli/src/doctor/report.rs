@@ -8,7 +8,7 @@ use crate::text::{clean, count};
 
 /// The version of the JSON lines: raised when a field changes its meaning.
 pub(super) const SCHEMA: u32 = 1;
-/// The widest column for values; a longer value moves the rest of its line.
+/// The maximum width of the column of values. A longer value shifts the rest of its line.
 const WIDEST: usize = 24;
 
 /// A verdict as a JSON line.
@@ -28,7 +28,7 @@ pub(super) fn json(verdicts: &[Verdict]) {
             host: host.clone(),
             verdict: verdict.clone(),
         };
-        // Strings and numbers always have a JSON form.
+        // The default is never used: strings and numbers always have a JSON form.
         println!(
             "{}",
             plain(serde_json::to_string(&line).unwrap_or_default())

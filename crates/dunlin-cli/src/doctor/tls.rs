@@ -16,8 +16,8 @@ use crate::identity::{chosen, crypto};
 
 /// The suite of a connection between two hosts that allow all suites.
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-/// Below this speed, sealed and opened, a core fills 2 Gbit/s at most: the processor, or the CPU
-/// model of a virtual machine, has no AES instructions, or is emulated.
+/// A core that seals and opens fewer bytes per second fills 2 Gbit/s at most. The processor, or the
+/// CPU model of a virtual machine, then lacks AES instructions, or is emulated.
 const LEAST_SPEED: f64 = 256.0 * 1024.0 * 1024.0;
 const NO_TLS: &str = "modprobe tls, or use a kernel with CONFIG_TLS";
 
@@ -39,7 +39,7 @@ pub(super) fn auto() -> Vec<Verdict> {
     ]
 }
 
-/// `auto` requires nothing of the kernel, so it has no errors at present.
+/// `auto` requires nothing of the kernel, so the choice does not fail at present.
 fn choice(check: &str, choice: Result<Choice>) -> Verdict {
     match choice {
         Ok(choice) => {
@@ -133,7 +133,7 @@ fn cipher(suite: CipherSuite, probed: &Probed) -> Verdict {
 fn rekey(probed: &Probed) -> Verdict {
     let check = "tls.rekey";
     let no = |fix| {
-        let means = "relays keep their records in the process: their peers may replace keys";
+        let means = "relays seal records in the process, because their peers may replace keys";
         Verdict::warn(check, "no", means, fix)
     };
     match probed {

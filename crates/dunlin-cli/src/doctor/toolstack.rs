@@ -11,7 +11,7 @@ use crate::libvirt::{QemuConf, are_reserved};
 use crate::redirect::{Rules, has_nft, rules_in_force};
 use crate::text::chained;
 
-/// `config` is a configuration that has redirects, if there is one.
+/// `config` is the path of a configuration with redirects, if there is one.
 pub(super) fn redirects(config: Option<&Path>) -> Vec<Verdict> {
     let check = "redirect.rules";
     let may_ask = has(Capability::Network).unwrap_or(false);
@@ -37,7 +37,7 @@ fn nft(is_installed: bool) -> Verdict {
         false => Verdict::warn(
             check,
             "no",
-            "redirects cannot be applied: libvirt, Nova and Proxmox VE need them",
+            "redirects, which libvirt, Nova and Proxmox VE need, cannot be applied",
             "install the package nftables",
         ),
     }
@@ -58,8 +58,8 @@ fn rules(found: Result<Rules>) -> Verdict {
         Ok(Rules::Unexpected) => Verdict::warn(
             check,
             "unexpected",
-            "a table is in force, and the configuration has no redirect",
-            "give the configuration by --config, or run dunlin redirect remove",
+            "rules of redirects are in force, but no configuration with a redirect was read",
+            "give the configuration with --config, or run dunlin redirect remove",
         ),
         Err(error) => Verdict::unknown(check, chained(&error), "remove the cause"),
     }
@@ -68,7 +68,7 @@ fn rules(found: Result<Rules>) -> Verdict {
 /// `conf` is the file with the settings of libvirt's QEMU driver.
 pub(super) fn libvirt(conf: &Path, has_redirect: bool) -> Vec<Verdict> {
     let checks = ["libvirt.migration", "libvirt.ports"];
-    // The package creates the directory; the file may be missing.
+    // libvirt's package creates the directory. Without the file, libvirt uses its defaults.
     if !conf.parent().is_some_and(Path::is_dir) {
         return checks
             .map(|check| Verdict::ok(check, "none", "libvirt is not installed"))
@@ -110,13 +110,13 @@ fn migration(conf: &QemuConf, at: Option<IpAddr>, has_redirect: bool) -> Verdict
         (false, true) => Verdict::fail(
             check,
             value,
-            "QEMU listens on loopback, and no tunnel leads migrations there",
+            "QEMU listens on loopback, and no redirect leads migrations there",
             "dunlin libvirt enable, or remove migration_address from qemu.conf",
         ),
         (false, false) => Verdict::warn(
             check,
             value,
-            "migrations are in the clear, unless each asks for TLS or a path to the tunnel",
+            "migrations are in the clear, unless each requests TLS or a socket of the tunnel",
             "dunlin libvirt enable --peer HOST",
         ),
     }

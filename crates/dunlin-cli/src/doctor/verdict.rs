@@ -1,4 +1,4 @@
-//! What a check found.
+//! Verdicts, and helpers of several checks.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ pub(crate) struct Verdict {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) peer: Option<String>,
     pub(crate) state: State,
-    /// What was found. Except for speeds and times, it changes only with the host.
+    /// What was found. It changes only if the host changes, except for speeds and times.
     pub(crate) value: String,
     /// What this means for migrations.
     pub(crate) means: String,

@@ -3,7 +3,7 @@
 //! An entry is one file with one JSON object, written by one call. A reader ignores a file that it
 //! cannot parse, so a process that dies while it writes leaves nothing that is shown, and no
 //! process needs a lock. The directory is below the control directory, which is in memory on most
-//! hosts: the history ends with the host, like its VMs, and no disk can delay an entry.
+//! hosts. So a reboot removes the history, and no disk can delay an entry.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
@@ -18,20 +18,19 @@ use crate::line::{DowntimeLine, FailedLine, MovedLine};
 use crate::options::ControlPath;
 use crate::service::start;
 
-/// Subdirectory of the control directory.
 const HISTORY: &str = "history";
 
 /// Maximum number of entries. Older ones are removed.
 pub(crate) const MAX_ENTRIES: usize = 100;
 
-/// Maximum length of an entry: five texts of [`MAX_TEXT`] bytes, of which JSON writes each as up to
-/// six, and the numbers.
+/// Maximum length of an entry: five texts of [`MAX_TEXT`] bytes, of which each byte takes up to six
+/// in JSON, and the numbers.
 const ENTRY_LIMIT_BYTES: u64 = 16 << 10;
 
 /// Maximum length of a name or of the text of an error in an entry.
 const MAX_TEXT: usize = 400;
 
-/// How long an ended migration waits for its entry.
+/// How long the end of a migration may be delayed by its entry.
 const WRITE_LIMIT: Duration = Duration::from_millis(500);
 
 /// A migration that has ended.
@@ -68,7 +67,7 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
-    /// A migration that ends now. The result is `moved` until another is set.
+    /// A migration that ends now, with the result `moved`, which [`Finished::failed`] replaces.
     pub(crate) fn now(role: &str, vm: &str, peer: &str, total_s: f64) -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
@@ -110,7 +109,7 @@ impl Finished {
     }
 }
 
-/// The first characters of a text that a peer may have sent.
+/// At most the first [`MAX_TEXT`] bytes of a text, without a part of a character.
 fn shortened(text: &str) -> String {
     let end = text.floor_char_boundary(MAX_TEXT);
     text[..end].to_owned()
@@ -121,8 +120,8 @@ pub(crate) fn directory(control: &ControlPath) -> Option<PathBuf> {
     Some(control.directory()?.join(HISTORY))
 }
 
-/// Adds an entry. Nothing depends on the history, so errors are ignored, and the caller does not
-/// wait for a file system that does not answer.
+/// Adds an entry. Nothing depends on the history, so errors are ignored, and the caller waits for
+/// the file system no longer than [`WRITE_LIMIT`].
 pub(crate) fn add(directory: Option<&Path>, finished: Finished) {
     let Some(directory) = directory.map(Path::to_owned) else {
         return;
@@ -167,9 +166,9 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
         .collect()
 }
 
-/// The newest entries, each with its name; the newest is the last.
+/// The newest [`MAX_ENTRIES`] entries, each with its file's name; the newest is the last.
 pub(crate) fn read(directory: &Path) -> Vec<(String, Finished)> {
-    // A host without migrations has no directory.
+    // Without a directory, there are no entries.
     let mut paths = entries(directory).unwrap_or_default();
     paths.sort();
     let newest = paths.len().saturating_sub(MAX_ENTRIES);

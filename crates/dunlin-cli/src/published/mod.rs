@@ -1,5 +1,5 @@
-//! What a process shows to members of a group that may do nothing else: its status, and the
-//! migrations that have ended.
+//! What processes report to the group of two directories: their status, and the migrations that
+//! have ended.
 //!
 //! ```text
 //!  VM, tunnel, keying session ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status

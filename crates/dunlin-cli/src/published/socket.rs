@@ -22,12 +22,12 @@ use crate::text::chained;
 /// Subdirectory of the control directory for status sockets.
 pub(crate) const STATUS: &str = "status";
 
-/// Pause after each client. It limits the CPU time that clients can take from the process: a status
-/// takes less than 100 µs.
+/// Pause after each client. A status takes less than 100 µs, so clients can take at most 1 % of a
+/// CPU from the process.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How long a client that does not read may delay the next one. The status of most processes fits
-/// the buffer of the socket.
+/// How long one write may wait for a client that does not read. The status of most processes fits
+/// the buffer of the socket, so that the write does not wait.
 const WRITE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Maximum length of a status.
@@ -42,8 +42,8 @@ struct Bound {
 }
 
 impl StatusSocket {
-    /// Binds the status socket of this process, which is of this kind. If that fails, or if the
-    /// control path names one socket, the process has no status socket.
+    /// Binds the status socket of this process; `kind` is `vm`, `tunnel` or `ipsec`. If that fails,
+    /// which is logged, or if the control path names one socket, the process has no status socket.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);
@@ -87,7 +87,8 @@ impl Bound {
         remove_dead(directory)?;
         let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
         let listener = UnixListener::bind(&path)?;
-        // A new file in a directory with the set-group-ID bit belongs to the directory's group.
+        // The group gets the rights that it has to the directory. In a directory with the
+        // set-group-ID bit, that is the directory's group.
         let by_group = fs::metadata(directory)?.mode() & 0o060;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600 | by_group))?;
         Ok(Self { listener, path })

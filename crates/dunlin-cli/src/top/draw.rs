@@ -10,7 +10,7 @@ use time::OffsetDateTime;
 use super::model::{Model, Over, Typed};
 use super::rows::{Attention, Figures, Lane, Row, size, size_of};
 
-/// Least width of the column of names; narrower screens have fewer columns.
+/// Minimum width of the column of names. A screen that is too narrow for it has fewer columns.
 const LEAST_NAME: usize = 22;
 /// Width of the marks before a name.
 const MARKS: usize = 3;
@@ -22,7 +22,7 @@ const BAR: usize = 20;
 const KEYS: &str = "j/k select  Enter details  c cancel  r rate  p pause  ? help  q quit";
 
 const HELP: &[&str] = &[
-    "The row that needs attention most comes first: ! is wrong, * is to note.",
+    "The most urgent row comes first. ! marks what is wrong, * what to note.",
     "",
     "  j, k, arrows, Page Up, Page Down, g, G   select a row, or scroll its details",
     "  Enter    details of the row, such as a migration's lanes; again or Esc: back",
@@ -42,7 +42,8 @@ const HELP: &[&str] = &[
     "Any key closes this help.",
 ];
 
-/// A column: its name, its width, its rank when the screen is too narrow for all, and its cells.
+/// A column: its name, its width, its rank, and its cells. A screen that is too narrow for all
+/// columns lacks those of the lowest ranks.
 type Column = (&'static str, usize, u8, fn(&Figures) -> Option<String>);
 
 const COLUMNS: [Column; 6] = [
@@ -254,7 +255,7 @@ impl Painter {
                     add(error, self.style(Attention::Wrong));
                 }
                 add(
-                    "Bytes per second, such as 500M, or none; Enter sets it, Esc does not",
+                    "Bytes per second, such as 500M, or none. Enter sets it; Esc keeps the old one.",
                     Style::new(),
                 );
                 add(&format!("> {text}_"), bold);
@@ -372,7 +373,7 @@ fn fit(text: &str, width: usize) -> String {
     )
 }
 
-/// Breaks a text into lines of at most this width, at spaces if possible.
+/// Breaks a text at spaces into lines of at most this width. A longer word is a line of its own.
 fn wrap(text: &str, width: usize) -> Vec<String> {
     if width_of(text) <= width {
         return vec![text.to_owned()];
@@ -404,7 +405,7 @@ fn page(buffer: &mut Buffer, area: Rect, lines: &[Line<'_>], first: usize) {
     }
 }
 
-/// Draws a line if the area has it.
+/// Draws a line, unless it is below the area.
 fn put(buffer: &mut Buffer, area: Rect, y: usize, line: &Line<'_>) {
     if let Some(row) = row_of(area, y) {
         buffer.set_line(row.x, row.y, line, row.width);

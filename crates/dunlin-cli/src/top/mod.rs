@@ -50,7 +50,7 @@ pub(crate) struct Top {
 
 /// What the main thread waits for.
 enum Input {
-    /// A key, or another event of the terminal, such as a change of its size.
+    /// A key; `None` for another event of the terminal, such as a change of its size.
     Key(Option<Key>),
     /// The rows of a reading, and its time.
     Read(Vec<Row>, SystemTime),
@@ -120,7 +120,7 @@ impl Top {
                 Ok(Input::End(why)) => return why,
                 Err(RecvTimeoutError::Timeout) => {
                     next = None;
-                    // Without a reader there is no input either, and the next wait ends.
+                    // This cannot fail: the reader ends only with this loop, or with the process.
                     let _ = reader.send(());
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -128,7 +128,7 @@ impl Top {
         }
     }
 
-    /// Starts the thread that reads when it is asked to.
+    /// Starts the thread that takes a snapshot for each message to the returned channel.
     fn start_reader(&self, sender: &Sender<Input>) -> Result<Sender<()>> {
         let (ask, asked) = channel::<()>();
         let (state, control, sender) = (self.state.clone(), self.control.clone(), sender.clone());
@@ -163,8 +163,8 @@ fn watch_keys(sender: &Sender<Input>) -> Result<()> {
     Ok(())
 }
 
-/// Ends the screen at SIGINT, SIGTERM and SIGHUP; at a second signal, gives the terminal back and
-/// ends the process immediately.
+/// Ends the screen at SIGINT, SIGTERM and SIGHUP. At a second SIGINT or SIGTERM, restores the
+/// terminal and ends the process immediately.
 fn watch_signals(sender: &Sender<Input>, ends: EndSignals, hang_ups: HangUps) -> Result<()> {
     let hung_up = sender.clone();
     start("hang-ups", move || {
@@ -183,7 +183,7 @@ fn watch_signals(sender: &Sender<Input>, ends: EndSignals, hang_ups: HangUps) ->
     Ok(())
 }
 
-/// Sends a request to a process, on a thread of its own: a process may answer late.
+/// Sends a request to a process, on a thread of its own, because the process may answer late.
 fn carry_out(order: Order, sender: &Sender<Input>) -> Result<()> {
     let sender = sender.clone();
     start("request", move || {
@@ -196,7 +196,7 @@ fn carry_out(order: Order, sender: &Sender<Input>) -> Result<()> {
     Ok(())
 }
 
-/// Sends the request, and returns its result for people.
+/// Sends the request, and returns the text that the screen shows about its result.
 fn ask(order: Order) -> Result<String> {
     let (of, what, rate) = match order {
         Order::Cancel(cancel) => {

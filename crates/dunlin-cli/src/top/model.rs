@@ -10,7 +10,7 @@ const MAX_TYPED: usize = 16;
 /// Rows that Page Up and Page Down move the selection by.
 const PAGE: usize = 10;
 
-/// A key, as far as the screen uses it.
+/// A key that the screen uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Up,
@@ -34,7 +34,7 @@ pub(super) enum Action {
     Send(Order),
 }
 
-/// What a process is asked to do.
+/// A request to a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     Cancel(Cancel),
@@ -48,7 +48,6 @@ pub(super) enum Over {
     Help,
     /// The question whether to cancel a migration.
     Confirm(Cancel),
-    /// The limit of a rate that is being typed.
     Limit(Typed),
 }
 
@@ -97,7 +96,7 @@ impl Model {
             Some(at) => self.at = at,
             None => {
                 if let (true, Some(what)) = (self.details, before) {
-                    // The result of an action says more.
+                    // The result of an action stays, because it says more.
                     self.notice
                         .get_or_insert_with(|| format!("{what} has ended or moved"));
                 }
@@ -107,7 +106,6 @@ impl Model {
         }
     }
 
-    /// Shows the result of an action.
     pub(super) fn done(&mut self, result: String) {
         self.notice = Some(result);
     }
@@ -182,7 +180,7 @@ impl Model {
         None
     }
 
-    /// Moves the selection, or the details.
+    /// Moves the selection, or scrolls the details.
     fn go(&mut self, key: Key) {
         let from = if self.details { self.scroll } else { self.at };
         let to = match key {
@@ -347,7 +345,7 @@ mod tests {
             assert_eq!(model.over, None);
         }
         assert_eq!(press(&mut model, "r9\x088M\n"), limit(Some(8 << 20)));
-        // Keys of the list are text here.
+        // While a limit is typed, the keys of the list are text.
         assert_eq!(press(&mut model, "rqcpM\x1b"), []);
         assert!(!model.paused);
         assert_eq!(press(&mut model, "jr"), []);

@@ -30,7 +30,8 @@ pub(super) enum Attention {
 /// A row of the list, and what its details show.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
-    /// Identifies the row in all snapshots. Rows that need the same attention are in this order.
+    /// Identifies the row in all snapshots. Rows that need the same attention and are equally
+    /// active are sorted by it.
     pub(super) key: String,
     pub(super) what: String,
     pub(super) state: String,
@@ -65,7 +66,7 @@ pub(super) struct Lane {
     /// `sent` or `received`.
     pub(super) way: &'static str,
     pub(super) bytes: u64,
-    /// The part of the bytes of all lanes of this direction, from 0 to 1.
+    /// The lane's part of the bytes of all lanes of this direction, from 0 to 1.
     pub(super) share: f64,
     pub(super) rate: Option<f64>,
 }
@@ -76,7 +77,7 @@ pub(super) struct Cancel {
     /// The control socket of the VM's process.
     pub(super) socket: PathBuf,
     pub(super) what: String,
-    /// What happens to the VM.
+    /// What happens to the VM after that.
     pub(super) then: String,
 }
 
@@ -121,7 +122,7 @@ impl Row {
         }
     }
 
-    /// What the row needs.
+    /// The attention that the row's worst trouble needs.
     pub(super) fn attention(&self) -> Attention {
         self.troubles
             .first()
@@ -141,7 +142,7 @@ impl Row {
         self.facts.push((name.to_owned(), value.into()));
     }
 
-    /// Adds what `dunlin status --json` has about the row, without lists.
+    /// Adds the fields that `dunlin status --json` prints for the row, without lists and objects.
     fn facts(&mut self, line: &impl Serialize) {
         let fields = serde_json::to_value(line).unwrap_or_default();
         for (name, value) in fields.as_object().into_iter().flatten() {
@@ -236,7 +237,7 @@ fn of_session(session: &Session, silent: Option<&str>, rates: Option<&Rates>) ->
     if let Some(progress) = progress {
         row.figures.sent = Some(progress.bytes_per_s as f64);
         row.figures.left = Some(progress.remaining_bytes);
-        // Before the end of the first pass, the dirty rate is unknown.
+        // Before the end of the first iteration, the dirty rate is unknown.
         if progress.iteration > 1 {
             row.figures.dirty = Some(dirtied(progress));
             row.figures.downtime_ms = Some(progress.predicted_downtime_ms);
@@ -307,7 +308,7 @@ fn troubles_of(
         let (entry, record) = (&recorded.entry, &recorded.record);
         let meaning = meaning(record.state, entry.lives).map(str::to_owned);
         match to_do(entry, record) {
-            // The source asks for the outcome; only later it is in doubt.
+            // The source still waits for the destination's answer. Without one, the VM is in doubt.
             Some(_) if waits => {
                 row.note("the VM is paused here until the destination reports that it runs");
             }
@@ -332,7 +333,7 @@ fn troubles_of(
     let (dirty, sent) = (dirtied(progress), progress.bytes_per_s as f64);
     if progress.iteration > 1 && dirty > sent && sent > 0.0 {
         let why = match migration.rate {
-            Some(rate) if rate as f64 <= dirty => "; its limit is below that",
+            Some(rate) if rate as f64 <= dirty => "; its rate limit is too low",
             _ => "",
         };
         row.note(format!(
@@ -497,7 +498,7 @@ fn of_peer(peer: &PeerLine, key: String, what: String, socket: &Path) -> Row {
         row.limit = Ok(Limited::Peer(socket.to_owned(), peer.selector.clone()));
     }
     let refused = peer.refused.as_ref();
-    row.wrong(refused.map(|why| format!("opens no new channel: {why}")));
+    row.wrong(refused.map(|why| format!("gets no new channel: {why}")));
     let trouble = peer.trouble.as_ref();
     row.wrong(trouble.map(|why| format!("lanes cannot be opened: {why}")));
     row.facts(peer);

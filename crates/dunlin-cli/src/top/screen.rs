@@ -1,5 +1,5 @@
-//! The terminal: raw mode and the alternate screen, until the value is dropped or the process
-//! panics, and the keys.
+//! The terminal and its keys. A [`Screen`] uses raw mode and the alternate screen, until it is
+//! dropped or a thread panics.
 
 use std::io::{self, IsTerminal, Stdout, stdin, stdout};
 use std::panic;
@@ -20,7 +20,7 @@ use super::model::{Key, Model};
 /// The exit code of Rust programs that panic.
 const PANICKED: i32 = 101;
 
-/// The terminal of this process, which shows only this program's screen.
+/// The terminal of this process while it shows `dunlin top`.
 pub(super) struct Screen {
     terminal: Terminal<CrosstermBackend<Stdout>>,
     painter: Painter,
@@ -32,8 +32,8 @@ pub(super) fn has_terminal() -> bool {
 }
 
 impl Screen {
-    /// Takes the terminal. It is given back when the value is dropped, and before a panic of any
-    /// thread is printed; after a panic the process ends.
+    /// Takes over the terminal. It is restored when the value is dropped, and before a panic of any
+    /// thread is printed. After a panic the process ends.
     pub(super) fn enter() -> io::Result<Self> {
         let print = panic::take_hook();
         panic::set_hook(Box::new(move |why| {
@@ -64,7 +64,7 @@ impl Drop for Screen {
     }
 }
 
-/// Gives the terminal back. A closed terminal is not an error.
+/// Restores the terminal. Errors are ignored: the terminal may be closed.
 pub(super) fn leave() {
     let _ = disable_raw_mode();
     let _ = execute!(stdout(), LeaveAlternateScreen, Show);

@@ -10,14 +10,12 @@ use dunlin_linux::socket::remaining;
 
 /// Maximum length of a request with its headers. Browsers send less than 2 KiB.
 const HEAD_LIMIT_BYTES: usize = 8 * 1024;
-/// Maximum number of headers.
 const MAX_HEADERS: usize = 64;
 /// How long a client may take to send its request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(3);
 /// How long a client may take to read the answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// A connection of a client.
 pub(super) trait Connection: Read + Write + Send {
     /// Limits the time of each following read and write.
     fn set_limit(&self, limit: Duration) -> io::Result<()>;
@@ -54,7 +52,7 @@ impl Connection for UnixStream {
 pub(super) struct Request {
     /// Without the query.
     pub(super) path: String,
-    /// Whether the client wants only the headers.
+    /// Whether the request is for the headers only.
     pub(super) head: bool,
 }
 
@@ -142,7 +140,7 @@ fn parse(bytes: &[u8], local: IpAddr, names: &[String]) -> Result<Option<Request
     Ok(Some(Request { path, head }))
 }
 
-/// Whether a host, as a browser shows it in its address bar, is this process. A page of another site
+/// Whether the header `Host` of a request names this process. A page of another site
 /// can make its own name resolve to this host (DNS rebinding), and could then read the answers like
 /// its own files. It cannot do that with an address, or with a name of this host.
 fn is_own_name(host: &str, local: IpAddr, names: &[String]) -> bool {
@@ -162,12 +160,11 @@ fn is_own_name(host: &str, local: IpAddr, names: &[String]) -> bool {
     is("localhost") && local.is_loopback() || names.iter().any(|own| is(own))
 }
 
-/// An answer.
 pub(super) struct Answer<'a> {
     pub(super) code: Code,
     pub(super) media_type: &'a str,
     pub(super) body: &'a [u8],
-    /// What a browser may do with the answer.
+    /// The content security policy: what a browser may do with the answer.
     pub(super) policy: &'a str,
 }
 
@@ -215,7 +212,7 @@ impl Answer<'_> {
     }
 }
 
-/// The answer to a request that cannot be answered.
+/// The answer that refuses a request.
 pub(super) fn refusal(code: Code) -> Answer<'static> {
     Answer {
         code,

@@ -25,7 +25,6 @@ pub(super) struct View<'a> {
     pub(super) totals: &'a Totals,
 }
 
-/// A metric.
 struct Metric {
     kind: Kind,
     /// The name with the unit, without the suffix `_total` of a counter.
@@ -48,7 +47,7 @@ impl Metric {
     }
 }
 
-/// Passes the values of the labels, and the value, of each sample.
+/// Passes each sample to [`Put`]: the values of its labels, and its value.
 type Read = fn(&View<'_>, Put<'_>);
 type Put<'a> = &'a mut dyn FnMut(&[&str], Value);
 
@@ -111,8 +110,8 @@ const METRICS: &[Metric] = metrics! {
         }
     };
     Counter "dunlin_tunnel_route_bytes" ("tunnel route direction")
-        "Bytes of hypervisors on a route, without encryption: sent to the peer, or received from \
-         it."
+        "Bytes of hypervisors on a route, without the overhead of encryption: sent to the peer, or \
+         received from it."
         => |view, put| {
         routes(view, put, "sent", |route| route.read_bytes.into());
         routes(view, put, "received", |route| route.written_bytes.into());
@@ -140,8 +139,8 @@ const METRICS: &[Metric] = metrics! {
         "Open lanes to a peer, of both directions."
         => |view, put| peers(view, put, |peer| peer.lanes.into());
     Gauge "dunlin_tunnel_peer_trouble" ("tunnel peer at")
-        "Not 0 if the last lane of a direction could not be opened, or if the peer gets no new \
-         connections."
+        "Not 0 if the last attempt to open a lane of a direction failed, or if the peer gets no \
+         new connections."
         => |view, put| {
         peers(view, put, |peer| {
             (peer.trouble.is_some() || peer.refused.is_some()).into()
@@ -156,8 +155,8 @@ const METRICS: &[Metric] = metrics! {
          not read."
         => |view, put| peers(view, put, |peer| peer.held_bytes.into());
     Counter "dunlin_tunnel_lane_bytes" ("tunnel peer at direction lane")
-        "Bytes on the connection of an open lane, with encryption. A lane that replaces another \
-         has another number."
+        "Bytes on the connection of an open lane, with the overhead of encryption. A lane that \
+         replaces a lost one has a new number."
         => |view, put| lanes(view, put, |lane| lane.bytes.into());
     Counter "dunlin_tunnel_lane_retransmits" ("tunnel peer at direction lane")
         "TCP segments that this host sent again on an open lane."
@@ -166,7 +165,7 @@ const METRICS: &[Metric] = metrics! {
         "Lanes that were lost or could not be opened."
         => |view, put| tunnels(view, put, |tunnel| Some(tunnel.lanes_lost.into()));
     Counter "dunlin_tunnel_redirects_refused" ("tunnel")
-        "Redirected connections that no route takes."
+        "Redirected connections that were refused, because no redirect covers their destination."
         => |view, put| {
         tunnels(view, put, |tunnel| {
             Some(tunnel.redirect.as_ref()?.refused.into())
@@ -256,7 +255,7 @@ const METRICS: &[Metric] = metrics! {
         }
     };
     Counter "dunlin_migrations_sent_bytes" ()
-        "Bytes that migrations from this host sent, counted when they moved their VM."
+        "Bytes that migrations from this host sent, counted when a migration has moved its VM."
         => |view, put| put(&[], view.totals.sent_bytes.into());
     Distribution "dunlin_migration_duration_seconds" ("role result")
         "The time from a migration's first connection to its end."
@@ -370,7 +369,7 @@ fn sending(view: &View<'_>, put: Put<'_>, value: fn(&ProgressLine) -> Value) {
     }
 }
 
-/// Passes a counter of every SA that still has it.
+/// Passes a counter of every SA that has it; an SA that was removed has none.
 fn associations(view: &View<'_>, put: Put<'_>, value: fn(&AssociationLine) -> Option<u64>) {
     for session in &view.snapshot.ipsec {
         for one in &session.associations {
@@ -391,7 +390,7 @@ pub(super) fn text(view: &View<'_>) -> String {
             let labels = metric.labels.split(' ').zip(labels);
             let labels = labels.map(|(name, value)| (name, (*value).to_owned()));
             // Several connections of a relay to one peer have the same labels, and peers may send
-            // the same name for several VMs.
+            // the same name for several VMs. Whole numbers of such samples are added.
             match (samples.entry(labels.collect()), value) {
                 (Entry::Occupied(mut sum), Value::Whole(more)) => {
                     if let Value::Whole(sum) = sum.get_mut() {
@@ -417,7 +416,6 @@ pub(super) fn text(view: &View<'_>) -> String {
 /// Samples by the names and the values of their labels.
 type Samples = BTreeMap<Vec<(&'static str, String)>, Value>;
 
-/// All metrics with their samples.
 struct Families(Vec<(&'static Metric, Samples)>);
 
 impl fmt::Debug for Families {

@@ -3,8 +3,8 @@
 //!
 //! A [`Snapshot`] is what the journals and the control sockets say at one time, or what the status
 //! sockets ([`crate::published`]) say. [`rates::Rates`] are the bytes per second between two
-//! snapshots. `source` makes samples of both, for `serve`, which serves them by `http`: as `page`,
-//! as JSON and as `metrics`, with the `totals` of ended migrations.
+//! snapshots. `source` makes a sample of both: JSON, which the script of `page` shows, and
+//! `metrics`, which include the `totals` of ended migrations. `serve` serves these over `http`.
 
 mod http;
 mod metrics;

@@ -12,8 +12,8 @@ pub(crate) enum Direction {
     Received,
 }
 
-/// A counter of bytes. The process is a part of the key: the counters of a process that took the
-/// place of another begin at 0, and give no rate.
+/// A counter of bytes. The process ID is a part of the key, so that the counters of a new process,
+/// which begin at 0, are not compared with those of the process before it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Counter {
     Lane(u32, String, u16),
@@ -21,7 +21,8 @@ enum Counter {
     Association(u32, String),
 }
 
-/// A counter's value, and the time of the value in seconds, by a clock of the counter's process.
+/// A counter's value, and the time of the value in seconds: by a clock of the counter's process, or
+/// of the snapshot if the process reports none.
 type Value = (u64, f64);
 
 /// The rates between two snapshots, in bytes per second.
@@ -29,8 +30,8 @@ type Value = (u64, f64);
 pub(crate) struct Rates(HashMap<Counter, f64>);
 
 impl Rates {
-    /// The rates from `before` to `now`. A counter that is new or has a lower value than before has
-    /// no rate.
+    /// The rates from `before` to `now`. A counter has no rate if it is new, has a lower value than
+    /// before, or if its clock did not advance.
     pub(crate) fn between(before: &Snapshot, now: &Snapshot) -> Self {
         let earlier = counters(before, 0.0);
         let seconds = now.at.saturating_duration_since(before.at).as_secs_f64();
@@ -58,12 +59,12 @@ impl Rates {
         ))
     }
 
-    /// The rate of a route of a tunnel, which is this process.
+    /// The rate of a route of the tunnel with this process ID.
     pub(crate) fn route(&self, process: u32, route: &str, way: Direction) -> Option<f64> {
         self.get(&Counter::Route(process, route.to_owned(), way))
     }
 
-    /// The rate of an SA of a session that belongs to the process.
+    /// The rate of an SA of the keying process with this ID.
     #[allow(dead_code, reason = "`dunlin top` shows it")]
     pub(crate) fn association(&self, process: u32, one: &AssociationLine) -> Option<f64> {
         self.get(&Counter::Association(process, key_of(one)))

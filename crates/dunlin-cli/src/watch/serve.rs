@@ -1,5 +1,5 @@
 //! `dunlin serve-status`: metrics and a status page over HTTP, by a process that has no access to
-//! keys, guest memory and control sockets.
+//! keys, guest memory or control sockets.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::FileTypeExt;
@@ -28,12 +28,12 @@ use crate::options::ControlPath;
 use crate::service::{Manager, cannot_listen, start};
 use crate::tunnel::{parse_group, parse_mode};
 
-/// Maximum number of connections. Further clients get the answer that the process is busy.
+/// Maximum number of open connections. Further clients get code 503.
 const MAX_CONNECTIONS: usize = 32;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeStatus {
-    /// unix:PATH, or an address and a port for TCP, such as 127.0.0.1:18380.
+    /// Where to listen: unix:PATH, or an address and a port for TCP, such as 127.0.0.1:18380.
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -70,7 +70,8 @@ impl ServeStatus {
         let manager = Manager::find();
         let listener = self.listener()?;
         let at = listener.to_string();
-        // A confined process can neither read the host's name nor reach the service manager.
+        // This comes before the confinement, which forbids to read the host's name and to reach the
+        // service manager.
         let source = Source::new(&self.control);
         manager.ready(&format!("serves the status at {at}"));
         // Confine the process before it starts threads, because existing threads would stay
@@ -91,7 +92,7 @@ impl ServeStatus {
         let signal = signals.wait()?;
         say(&format!("{}: ending", signal.name()));
         if let Some(path) = socket {
-            // The process may not be allowed to remove the file; the next one replaces it.
+            // The confinement may forbid this. The next process replaces the file.
             let _ = fs::remove_file(path);
         }
         Ok(DONE)

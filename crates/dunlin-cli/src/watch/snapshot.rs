@@ -1,4 +1,4 @@
-//! One state of all processes of this host.
+//! The state of all processes of this host at one time.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,12 +25,11 @@ use crate::vm;
 /// Time limit for the answer of a process. A stopped process does not answer.
 pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Maximum number of processes that are shown, because a member of the group may create any number
-/// of sockets in the directory.
+/// Maximum number of processes that are shown, because a member of the directory's group may create
+/// any number of sockets in it.
 const MAX_PROCESSES: usize = 4096;
 
-/// Maximum number of processes that are asked at the same time. A host with more VMs gets their
-/// answers in turn.
+/// Maximum number of processes that are asked at the same time. More processes are asked in turn.
 const ASKED_AT_ONCE: usize = 32;
 
 /// The sessions, tunnels and keying sessions of this host at one time.
@@ -47,7 +46,7 @@ pub(crate) struct Snapshot {
     pub(crate) ipsec: Vec<ipsec::SessionLine>,
     /// The processes that did not answer in time.
     pub(crate) silent: Vec<Silent>,
-    /// Why journals, or one journal, could not be read.
+    /// Why all journals, or single ones, could not be read.
     pub(crate) failures: Vec<FailedLine>,
 }
 
@@ -83,7 +82,7 @@ pub(crate) struct SessionLine {
     pub(crate) owner: String,
     pub(crate) started_ms: u64,
     pub(crate) recorded_ms: u64,
-    /// Whether `dunlin resolve` has a question to settle.
+    /// Whether an operator may have to settle the session with `dunlin resolve`.
     pub(crate) resolvable: bool,
     /// The status that the session's process reports, if it answers.
     pub(crate) live: Option<StatusLine>,
@@ -105,7 +104,7 @@ pub(crate) struct Silent {
     pub(crate) text: String,
 }
 
-/// A control socket, by the kind of its process.
+/// A control socket or status socket, by the kind of its process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Target {
     Vm(PathBuf),
@@ -113,7 +112,6 @@ enum Target {
     Ipsec(PathBuf),
 }
 
-/// The answer of a process.
 enum Answer {
     Vm(Box<StatusLine>),
     Tunnel(Box<TunnelLine>),
@@ -180,7 +178,7 @@ impl Snapshot {
         let owners = sessions.iter().filter_map(Session::owner);
         let mut targets: Vec<Target> = owners.map(Target::Vm).collect();
         targets.extend(control.sockets_in(TUNNELS).into_iter().map(Target::Tunnel));
-        // With the socket of one process, that process is a tunnel.
+        // If the control path names one socket, that is treated as the socket of a tunnel.
         if control.directory().is_some() {
             targets.extend(control.sockets_in(IPSEC).into_iter().map(Target::Ipsec));
         }
@@ -382,7 +380,8 @@ impl Session {
     }
 }
 
-/// Whether `dunlin resolve` has a question to settle about the session.
+/// Whether an operator may have to settle the session with `dunlin resolve`: the VM may run at the
+/// destination, or has run there.
 pub(crate) fn is_resolvable(entry: &Entry, record: &Record) -> bool {
     let undecided = State::Source(SourceRecord::Committing);
     let died = State::Source(SourceRecord::RanThenDied);

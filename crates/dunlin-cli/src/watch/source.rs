@@ -1,5 +1,5 @@
-//! What `serve-status` serves: one sample per second, which all clients share. Nothing is sampled
-//! while no client asks.
+//! What `serve-status` serves: at most one sample per second, which all clients share. Nothing is
+//! sampled while no client asks.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,6 @@ use crate::text::plain;
 /// How long a sample is served.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Takes the samples.
 pub(super) struct Source {
     control: ControlPath,
     history: Option<PathBuf>,
@@ -45,7 +44,7 @@ impl Source {
     pub(super) fn new(control: &ControlPath) -> Self {
         let history = history::directory(control);
         let entries = history.as_deref().map(history::read).unwrap_or_default();
-        // Without a name, the page shows its address.
+        // Without the host's name, the page shows the host of its URL.
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         Self {
             control: control.clone(),
@@ -59,7 +58,7 @@ impl Source {
         }
     }
 
-    /// The newest sample, at most one second old. Other clients wait while one takes it.
+    /// The last sample, or, if it is older than [`FRESH`], a new one. Other clients wait meanwhile.
     pub(super) fn sample(&self) -> Arc<Sample> {
         let mut last = lock(&self.last);
         if let Some(sample) = &last.sample

@@ -1,4 +1,4 @@
-//! Totals over the migrations that have ended since this process started to look.
+//! Totals over the migrations that have ended since this process started.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ const DURATIONS: &[f64] = &[
     1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
 ];
 
-/// The roles and the results that are counted. An entry of the history with another one is ignored.
+/// The roles and the results that are counted. Entries of the history with other ones are ignored.
 const ROLES: [&str; 2] = ["source", "destination"];
 const RESULTS: [&str; 4] = ["moved", "failed", "cancelled", "in-doubt"];
 
@@ -60,7 +60,7 @@ pub(super) struct Totals {
     /// By part of the downtime.
     pub(super) parts: BTreeMap<&'static str, Histogram>,
     pub(super) sent_bytes: u64,
-    /// The entries of the history that were there at the last look.
+    /// The names of the entries when the history was last read.
     seen: BTreeSet<String>,
 }
 

@@ -124,8 +124,8 @@ impl Scene {
         }
     }
 
-    /// Waits until the listener for redirected connections is open or closed. The connections that
-    /// find it out are not redirected, so the tunnel refuses them.
+    /// Waits until the listener for redirected connections is open or closed. The connections of this
+    /// test are not redirected, so the tunnel refuses them.
     fn wait_listener(&self, side: Side, is_open: bool) {
         let deadline = Instant::now() + TIMEOUT;
         let connects = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();
@@ -177,8 +177,8 @@ impl Scene {
         self.pair.on(from).virsh_begin(&line).unwrap()
     }
 
-    /// Waits until the tunnel of a host has no connection of the toolstack: a tunnel keeps those of a
-    /// peer that ended for some seconds. Returns how many ended well so far, and how many failed.
+    /// Waits until the tunnel of a host has no connection of the toolstack, because it keeps those to
+    /// a lost peer for some seconds. Returns how many ended well so far, and how many failed.
     pub fn carried(&self, side: Side) -> (u64, u64) {
         let deadline = Instant::now() + TIMEOUT;
         loop {
@@ -225,8 +225,7 @@ impl Scene {
     }
 
     /// Expects that a migration fails at once, that the machine runs on, and that none of its memory
-    /// was sent in the clear.
-    /// Returns the connections that were tried on the wire.
+    /// was sent in the clear. Returns the number of connections that were tried, by port.
     pub fn fails(&self, from: Side, vm: &Vm, flags: &str) -> BTreeMap<u16, u64> {
         let wire = self.count(&[vm]);
         let ended = self.begin(from, vm, flags).wait(TIMEOUT).unwrap();

@@ -282,7 +282,6 @@ impl Process {
         self.child.wait()
     }
 
-    /// Kills the process.
     pub fn kill(mut self) {
         self.child.0.kill().unwrap();
         self.child.0.wait().unwrap();

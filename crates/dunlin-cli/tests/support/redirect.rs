@@ -103,7 +103,7 @@ impl Net {
         fs::write(self.scratch.join("tunnel.toml"), text).unwrap();
     }
 
-    /// `dunlin redirect`, with the files of this test; `host` only separates the hosts' files.
+    /// `dunlin redirect` on a host, with the files of this test for that host.
     pub fn redirect(&self, host: &Host, command: &str) -> Command {
         let mut line = words(&format!("redirect {command}"));
         let name = host.namespace();
@@ -138,7 +138,6 @@ impl Net {
     }
 }
 
-/// Runs nft on a host.
 pub fn nft(host: &Host, arguments: &[&str]) -> Done {
     let mut nft = host.command("nft");
     nft.args(arguments);
@@ -159,7 +158,7 @@ pub fn seen(host: &Host) -> u64 {
     packets.next().unwrap()
 }
 
-/// Listens on an address; on the unspecified one of IPv6, for IPv6 only.
+/// Listens on an address; on one of IPv6, for IPv6 only.
 pub fn listen(host: &Host, at: impl Into<SocketAddr>) -> TcpListener {
     let at = at.into();
     let open = || -> io::Result<OwnedFd> {

@@ -78,7 +78,7 @@ pub fn request(method: &str, path: &str, host: &str) -> String {
     format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n")
 }
 
-/// A connection of either kind.
+/// A connection to a unix socket or by TCP.
 pub trait Stream: Read + Write {}
 impl Stream for UnixStream {}
 impl Stream for TcpStream {}

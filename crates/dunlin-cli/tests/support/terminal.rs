@@ -80,7 +80,7 @@ impl Terminal {
         drop(started);
         let state = Arc::new((Mutex::new(Screen::default()), Condvar::new()));
         let (mut output, into) = (keys.try_clone().unwrap(), Arc::clone(&state));
-        // Ends when the last end of the terminal is closed.
+        // The thread ends when no process has the terminal's end open any more.
         thread::spawn(move || {
             let mut bytes = [0; 1 << 16];
             let mut kept = Vec::new();
@@ -107,7 +107,7 @@ impl Terminal {
     }
 
     pub fn resize(&self, rows: u16, columns: u16) {
-        // Lines that no longer exist keep their last content, as they would in no terminal.
+        // Otherwise lines outside the new size would stay in `lines`.
         self.state.0.lock().unwrap().lines.clear();
         resize(&self.keys, rows, columns);
     }

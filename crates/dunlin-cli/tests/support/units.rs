@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::support::{Done, Scratch, finish};
 
 /// The limit of each service's exposure level, in tenths (systemd-analyze(1)). The network accounts
-/// for most of the level of the first two. The others run as root, with CAP_NET_ADMIN.
+/// for most of the level of the first two. The last two run as root, with CAP_NET_ADMIN.
 const EXPOSURE: [(&str, u32); 5] = [
     ("dunlin-tunnel.service", 16),
     ("dunlin-accept.service", 15),

@@ -122,7 +122,7 @@ fn every_alert_has_its_reason() {
     assert!(alerts >= 12, "{alerts}");
 }
 
-/// A snapshot with one of everything; the names are those of a hostile peer.
+/// A snapshot with one of everything, each with this name, which a hostile peer may have chosen.
 fn snapshot(name: &str) -> Snapshot {
     let rules = json!({"state": "missing", "difference": "x"});
     let route = json!({"route": name, "channels": 1, "closed": 2, "failed": 3, "read_bytes": 4,

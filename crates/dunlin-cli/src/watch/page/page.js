@@ -96,7 +96,7 @@ function table(parent, caption, columns, rows, keyOf) {
 
 // ---- Rates and curves ------------------------------------------------------------------------
 
-const before = new Map();     // counter -> [value, clock]
+const before = new Map();     // counter -> [value, clock, rate]
 const series = new Map();     // name -> samples
 let touched = new Set();
 
@@ -172,7 +172,7 @@ function lanes(list, items) {
 
 const progressOf = (session) => session.live && session.live.migration && session.live.migration.progress;
 const keyOf = (session) => `${session.live ? session.live.pid : 0} ${session.uuid} ${session.role}`;
-const moves = new Map();      // session -> when it last made progress
+const moves = new Map();      // session -> [progress, when it last changed]
 
 function isStalled(session) {
   const progress = progressOf(session);
