@@ -6,7 +6,6 @@
 //! applies the confinement and the threads that it starts later are completely confined, so this
 //! must happen before the process starts a second thread. docs/decisions/0010-confinement.md gives
 //! the reasons. The parts, for a VM's process without IPsec lanes:
-//! IPsec lanes:
 //!
 //! | part | what remains |
 //! | --- | --- |
@@ -18,8 +17,8 @@
 //! A tunnel therefore keeps the capabilities for other users' sockets, for low ports and, if its
 //! configuration sets owners of sockets, for changing owners. It reads files and creates local
 //! sockets wherever file permissions allow, but writes, creates and executes no other files. It
-//! removes files only in the directory of control sockets and in those of the sockets that it had at
-//! its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
+//! removes files only in the directory of control sockets and in those of the sockets that it had
+//! at its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
 
 mod calls;
 mod files;
@@ -63,7 +62,7 @@ enum Whether {
     No,
 }
 
-/// The remedy for a process that may read every file.
+/// Why a confined process may read every file, and the remedy.
 const READS_ALL: &str = "it may read every file of its user, because each migration names an \
                          identity; give --identities DIR";
 

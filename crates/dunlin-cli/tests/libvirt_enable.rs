@@ -162,7 +162,7 @@ fn enable_changes_nothing_if_a_peer_is_another_than_expected() {
     assert!(!scene.rules("a").contains("inet dunlin"));
 }
 
-/// For example GlusterFS, which uses ports from 49152 on.
+/// An example of such a program is GlusterFS, which uses ports from 49152 on.
 #[test]
 fn enable_refuses_if_another_program_listens_on_the_ports() {
     let Some(scene) = Scene::new() else { return };
@@ -194,7 +194,8 @@ fn a_name_with_two_addresses_is_one_peer() {
     assert_eq!(enable(), first);
 }
 
-/// libvirt takes a name there, and the rules need an address.
+/// libvirt accepts a host name in `migration_address`, but `local` of the redirect needs an
+/// address.
 #[test]
 fn a_name_in_migration_address_needs_local() {
     let Some(scene) = Scene::new() else { return };
@@ -215,7 +216,7 @@ fn a_name_in_migration_address_needs_local() {
     assert!(written.contains("local = [\"192.0.2.1\"]"), "{written}");
 }
 
-/// All commands that `enable` and `disable` run use the same directory.
+/// All commands that `enable` and `disable` run use the directory of `--state-dir`.
 #[test]
 fn the_state_directory_is_that_of_the_rules_too() {
     let Some(scene) = Scene::new() else { return };
@@ -239,7 +240,7 @@ fn the_state_directory_is_that_of_the_rules_too() {
     assert!(empty("run/elsewhere"));
 }
 
-/// The failure, and the host as it was before it.
+/// Checks that `enable` failed, and that the host is as it was before.
 fn assert_undone(scene: &Scene, failed: &Done, config: Option<&str>, rules: bool) {
     assert_eq!(failed.code, 1, "{failed:?}");
     assert!(failed.err.contains("are as before"), "{}", failed.err);
@@ -285,7 +286,7 @@ fn enable_undoes_all_if_the_units_cannot_be_started() {
         "{called}"
     );
 
-    // A further peer, on a host that is enabled: the rules of before return.
+    // A further peer, on a host that is enabled: the earlier rules return.
     fs::remove_dir_all(scene.path("a", "run/systemd")).unwrap();
     scene.enable("a", "").expect(0);
     fs::create_dir_all(scene.path("a", "run/systemd/system")).unwrap();
@@ -301,7 +302,7 @@ fn enable_undoes_all_if_the_units_cannot_be_started() {
     assert!(!rules.contains("192.0.2.9"), "{rules}");
 }
 
-/// From `dunlin init` to a path with bytes, with one command on each host.
+/// From `dunlin init` to bytes between the tunnels, with one command on each host.
 #[test]
 fn the_identities_of_init_are_installed_for_the_services() {
     let Some(scene) = Scene::new() else { return };

@@ -1,5 +1,5 @@
-//! The rules of `dunlin redirect` on hosts of their own: which connections they redirect, which they
-//! reject, and which they leave alone.
+//! The rules of `dunlin redirect` on hosts of their own: which connections they redirect, which
+//! they reject, and which they leave alone.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -45,7 +45,7 @@ fn i6_only_the_users_connections_are_redirected_and_all_others_stay_here() {
             assert_talk(&near, &accepted);
         }
         assert_reset(|| dial(&net.a, STRANGER, (to, PORT)));
-        // The tunnel has ended: its rules stay.
+        // The rules stay after the tunnel has ended.
         close(&redirected);
         assert_reset(|| dial(&net.a, ROOT, (to, PORT)));
         assert_idle(&at_peer);
@@ -98,13 +98,13 @@ fn i6_routed_connections_and_those_from_the_wire_are_rejected() {
     assert_eq!(counters["redirected"], 0, "{shown}");
 }
 
-/// The ports of the redirect are ephemeral ports of other connections.
+/// Other connections may use the redirect's ports as ephemeral ports.
 #[test]
 fn connections_from_a_port_in_the_range_pass() {
     let Some(net) = Net::new() else { return };
     let mut kept = Vec::new();
-    // Before the rules, and with them: the kernel tracks older connections only from the next
-    // packet on, which may be one to a port in the range.
+    // Connections from before the `apply`, and later ones. The kernel tracks the former only from
+    // their next packet on, which may be a packet to a port in the range.
     for port in [49160, 49170] {
         for family in FAMILIES {
             let [a, b] = [&net.a, &net.b].map(|host| net.address(host, family));
@@ -116,7 +116,8 @@ fn connections_from_a_port_in_the_range_pass() {
                 (c, b, &net.c, &net.b),
                 (b, c, &net.b, &net.c),
             ] {
-                // A process of another test holds a closed listener until it runs its program.
+                // Use each service port once: a process that another test forks keeps a listener
+                // open, although it is closed here, until that process executes its program.
                 let service = SERVICE + u16::try_from(kept.len()).unwrap();
                 let listener = listen(at, (any(family), service));
                 let near = dial_from(host, (from, port).into(), (to, service).into()).unwrap();
@@ -182,7 +183,8 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
     }
 }
 
-/// While rules replace rules, the wire gets nothing through, and redirected connections continue.
+/// While `apply` replaces the rules, no connection from the wire passes, and redirected connections
+/// continue.
 ///
 /// Claim N15 of docs/security.
 #[test]
@@ -341,7 +343,7 @@ fn every_change_of_the_rules_is_noticed() {
     finish(net.redirect(&net.a, "show")).expect(1);
     net.apply(&net.a);
     finish(net.redirect(&net.a, "show")).expect(0);
-    // Rules that another program has loaded from the same text are not known to be the same.
+    // Without the record of the last `apply`, `show` cannot tell that the rules are the same.
     let name = net.a.namespace();
     fs::remove_file(net.scratch.join(format!("{name}.run/expected.json"))).unwrap();
     assert_eq!(net.show(&net.a, 1)["state"], "different");
@@ -455,14 +457,15 @@ fn connections_under_way_are_refused_or_continue() {
         assert_eq!(net.show(&net.a, 1)["state"], "missing");
         finish(net.redirect(&net.a, "apply --force")).expect(0);
         assert_talk(&near, &far);
-        // Not only a drop: a process of another test holds both until it runs its program.
+        // A drop is not enough: a process that another test forks keeps both ends open until it
+        // executes its program.
         for end in [&near, &far] {
             end.shutdown(Shutdown::Both).unwrap();
         }
         finish(net.redirect(&net.a, "remove")).expect(0);
     }
-    // A redirected connection does not prevent an `apply`, which continues it, but a `remove`,
-    // which would cut it.
+    // A redirected connection does not prevent an `apply`, after which it continues. It prevents a
+    // `remove`, which would cut it.
     net.apply(&net.a);
     for family in FAMILIES {
         let redirected = listen_redirected(&net.a, family);
@@ -474,7 +477,7 @@ fn connections_under_way_are_refused_or_continue() {
         assert_talk(&near, &far);
         net.show(&net.a, 0);
     }
-    // Nor if the tunnel's port was changed.
+    // It does not prevent an `apply` that changes the tunnel's port either.
     let redirected = listen_redirected(&net.a, Family::V4);
     let near = dial(&net.a, ROOT, (net.address(&net.b, Family::V4), PORT)).unwrap();
     let far = accept(&redirected);

@@ -1,8 +1,9 @@
 //! Two hosts with libvirt, a tunnel and a redirect on each: the usual commands migrate machines
 //! through the tunnels, and if a part is missing, they fail and the machines run on.
 //!
-//! Each migration is judged by the machine (which checks its own memory), by virsh, and by the wire:
-//! every packet between the hosts is counted by port and searched for the machine's memory.
+//! Three sources show the result of each migration: the machine, which checks its own memory;
+//! virsh; and the wire, where every packet between the hosts is counted by port and searched for
+//! the machine's memory.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -47,8 +48,8 @@ fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
         let tried = scene.fails(Side::A, &vm, "");
         // The rules of the source lead the connection to the tunnel: no packet of it leaves.
         assert!(!tried.keys().any(|port| PORTS.contains(port)), "{tried:?}");
-        // A's tunnel refuses connections while it cannot reach B's, as B would without a tunnel. If it
-        // accepted and reset them, QEMU 10.0 would crash in one of four cases (util/yank.c).
+        // A's tunnel refuses connections while it cannot reach B's, as B would without a tunnel. If
+        // it accepted and reset them, QEMU 10.0 would crash in one of four cases (util/yank.c).
         scene.fails(Side::A, &vm, parallel);
         scene.start(side);
     }
@@ -66,8 +67,8 @@ fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
     scene.moves(Side::B, &[&vm], "");
 }
 
-/// What the rules cannot prevent: without the rules of both hosts, the memory is in the clear. `show`
-/// reports each host.
+/// What the rules cannot prevent: without the rules of both hosts, the memory is in the clear.
+/// `show` reports each host.
 #[test]
 fn without_the_rules_of_both_hosts_the_memory_is_in_the_clear_and_show_reports_it() {
     if !soak() {

@@ -1,5 +1,5 @@
-//! Tunnels that end or fall silent during a migration of libvirt, and the less usual configurations of
-//! a redirect.
+//! Tunnels that end or fall silent during a migration of libvirt, and the less usual configurations
+//! of a redirect.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

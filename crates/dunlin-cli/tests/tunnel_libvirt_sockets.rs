@@ -1,5 +1,5 @@
-//! Two hosts with libvirt and a tunnel on each, and no rules of a packet filter: `dunlin libvirt migrate`
-//! moves machines over unix sockets that `dunlin libvirt enable --sockets` has prepared.
+//! Two hosts with libvirt and a tunnel on each, and no rules of a packet filter: `dunlin libvirt
+//! migrate` moves machines over unix sockets that `dunlin libvirt enable --sockets` has prepared.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +26,8 @@ fn enabled() -> Option<Scene> {
     let mut scene = Scene::bare()?;
     for side in SIDES {
         let daemon = scene.pair.on(side);
-        // The programs of the machine see the whole /etc of the host, and its virsh.
+        // Programs on this host see the host's own /etc, and a virsh that runs in the root
+        // directory of the host's libvirt.
         let etc = daemon.path_inside("etc");
         let mut mount = Command::new("mount");
         mount.arg("--bind").args([etc.as_path(), "/etc".as_ref()]);
@@ -42,7 +43,7 @@ fn enabled() -> Option<Scene> {
     }
     for side in SIDES {
         let done = enable(&scene, side, "");
-        // B's tunnel does not run yet when A is enabled, which is not a mistake.
+        // B's tunnel does not run yet when A is enabled, which is not an error.
         assert_eq!(done.code, 0, "{done:?}");
         start(&mut scene, side);
     }
@@ -89,8 +90,8 @@ fn listeners(scene: &Scene, side: Side) -> Vec<serde_json::Value> {
     tunnel["listeners"].as_array().unwrap().clone()
 }
 
-/// Migrates machines at the same time. Expects that they arrive, through the tunnels, and that their
-/// sockets are closed.
+/// Migrates machines at the same time. Expects that they arrive, through the tunnels, and that
+/// their sockets are closed.
 fn moves(scene: &Scene, from: Side, vms: &[&Vm], flags: &str) {
     let wire = scene.count(vms);
     let running: Vec<_> = vms.iter().map(|vm| begin(scene, from, vm, flags)).collect();
@@ -134,8 +135,8 @@ fn without_the_packet_filter_one_command_migrates_a_machine_and_back() {
         );
     }
 
-    // Without B's tunnel it fails when A's has tried to resume its control lane (half of `vanished`), the
-    // machine stays, and no socket is left.
+    // Without B's tunnel a migration fails after A's tunnel has tried to resume its control lane
+    // for half of `vanished`. The machine stays, and no socket is left.
     scene.tunnels[Side::B as usize] = None;
     let wire = scene.count(&[&vm]);
     let ended = begin(&scene, Side::A, &vm, "").wait(TIMEOUT).unwrap();
@@ -185,7 +186,7 @@ fn enable_writes_what_libvirt_needs_and_disable_removes_it() {
         "{}",
         shown.out
     );
-    // A machine for which there is no route.
+    // There is no route to this host.
     let refused = finish(dunlin(&scene, Side::A, "libvirt migrate web d.example"));
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.err.contains("b.example"), "{}", refused.err);

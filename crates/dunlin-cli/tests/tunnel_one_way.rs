@@ -1,5 +1,5 @@
-//! Two tunnels of which only one connects: with a firewall between their hosts, in network namespaces,
-//! and with no other certificate than that of their role.
+//! Two tunnels of which only one connects: with a firewall between their hosts, in network
+//! namespaces, and with no other certificate than that of their role.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -22,8 +22,8 @@ use wires::{B, Wire};
 /// The address of the near host.
 const A: &str = "192.0.2.1";
 
-/// A packet from the other host that opens a connection. A tunnel also connects to itself on
-/// loopback, to learn what the kernel's TLS can do.
+/// A packet from the other host that opens a connection. Packets on loopback do not count, because
+/// a tunnel connects to itself there, to learn what the kernel's TLS can do.
 const SYN: &str = "iifname wire tcp flags & (syn | ack) == syn";
 
 /// Loads rules for packets that arrive at a host.

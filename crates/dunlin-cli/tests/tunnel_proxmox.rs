@@ -1,6 +1,6 @@
-//! QEMU, driven as Proxmox VE drives it with `migration: insecure`: the memory over one TCP connection
-//! to a port of 60000–60050 at the target's migration address, the disk over NBD to another one, and
-//! root connects. A redirect carries both through the tunnels.
+//! QEMU, driven as Proxmox VE drives it with `migration: insecure`: the memory over one TCP
+//! connection to a port of 60000–60050 at the target's migration address, the disk over NBD to
+//! another one, and root connects. A redirect carries both through the tunnels.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -33,7 +33,8 @@ const WORKLOAD: Workload = Workload {
     seed: 0x9e0,
 };
 const DISK_BYTES: usize = 16 << 20;
-/// Proxmox takes the ports in ascending order: the disk's first, because its copy starts first.
+/// Proxmox assigns ports in ascending order. The copy of the disk starts first, so the disk has the
+/// lower port.
 const DISK_PORT: u16 = 60_000;
 const MEMORY_PORT: u16 = 60_001;
 

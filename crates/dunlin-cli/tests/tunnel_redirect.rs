@@ -28,7 +28,8 @@ const REDIRECT_PORT: u16 = 18_301;
 const RELAY: &str = "mode = \"relay\"\nrelay_port = 18400\n";
 const RELAY_PORT: u16 = 18_400;
 
-/// Two hosts with one configuration but for the identity, a tunnel and the rules on each.
+/// Two hosts, with a tunnel and the rules on each. Their configurations differ only in the
+/// identity.
 struct Scene {
     near: Tunnel,
     far: Tunnel,
@@ -87,8 +88,8 @@ impl Scene {
             Tunnel::follow(host.enter(&command), file)
         };
         let (near, far) = (start(&a, "a"), start(&b, "b"));
-        // Each keeps a trunk to the other up, and listens from then on.
-        // The ports are in the order of the hosts: A and B with IPv4, A and B with IPv6.
+        // Each tunnel keeps a trunk to the other up, and listens from then on.
+        // The ports are in the order of the addresses: A and B with IPv4, A and B with IPv6.
         for (host, ports) in [(&a, [1, 3]), (&b, [0, 2])] {
             for more in ports {
                 wait_for_listener(host, REDIRECT_PORT + more, true);
@@ -183,7 +184,8 @@ fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() 
     let Some(scene) = Scene::new() else { return };
     for (family, at) in [
         (Family::V4, IpAddr::from(Ipv4Addr::LOCALHOST)),
-        // The first of the addresses at which a target may listen is 127.0.0.1.
+        // Nothing listens at 127.0.0.1, the first address that the tunnel tries, so it connects to
+        // the second one.
         (Family::V6, Ipv6Addr::LOCALHOST.into()),
     ] {
         let listener = scene.listen(at);
@@ -249,7 +251,8 @@ fn i6_a_relay_carries_redirected_connections_over_tls_of_their_own() {
     assert_eq!(scene.in_the_clear(), 0);
 }
 
-/// While the peer's tunnel is gone, a relay's listener is closed as that of a stripe.
+/// If the peer's tunnel does not run, the listener of a redirect in mode *relay* is closed, as in
+/// mode *stripe*.
 #[test]
 fn i6_without_the_peers_tunnel_a_relay_refuses() {
     let Some(scene) = Scene::with(RELAY) else {
@@ -402,7 +405,8 @@ fn dialler(scene: &Scene, user: &str, from: u16, to: SocketAddr) -> Child {
     command.arg(script).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// For some seconds the kernel remembers the translation of a connection that was reset.
+/// For some seconds the kernel remembers the translation of a connection that was reset, and
+/// applies it to a connection of any user from the same port.
 ///
 /// Claim H12 of docs/security.
 #[test]
@@ -422,7 +426,8 @@ fn i6_the_port_of_a_redirected_connection_gives_no_other_user_a_redirect() {
     }
 }
 
-/// TCP's simultaneous open needs no listener: a SYN from the tunnel's port would be enough.
+/// TCP's simultaneous open needs no listener: with a SYN from the tunnel's port, a program could
+/// connect to a client that waits for the tunnel's answer.
 ///
 /// Claim H15 of docs/security.
 #[test]

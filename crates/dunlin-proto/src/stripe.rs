@@ -22,7 +22,7 @@
 //! or late. To resume a control lane, both sides send all current values again.
 //!
 //! **Memory (I8).** The window of a channel limits its bytes between the two sockets. The window is
-//! the number of bytes that the channel last delivered in a period of one round trip plus 10 ms.
+//! a quarter more than the channel last delivered in a period of one round trip plus 10 ms.
 //! The windows of all channels of a peer share a bound ([`Config`]). A consumer that stalls fills
 //! its own window and delays no other channel. [`Trunk::usage`] returns the bytes that are granted
 //! and held.

@@ -330,10 +330,6 @@ fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
     address.or_failure(FaultCode::ControlLost, "the control lane was lost")
 }
 
-/// Returns random bytes.
-///
-/// # Errors
-/// An error from getrandom(2).
 pub(super) fn random<const N: usize>() -> Result<[u8; N], Failure> {
     let mut bytes = [0; N];
     random::fill(&mut bytes).or_failure(FaultCode::Internal, "the random number source failed")?;

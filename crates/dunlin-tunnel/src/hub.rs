@@ -107,7 +107,6 @@ pub(super) struct Core {
 /// The threads of this side's lanes: one watches the sockets, the others wait for work.
 #[derive(Default)]
 pub(super) struct Senders {
-    /// The number of threads.
     pub(super) count: usize,
     /// Whether one of the threads watches the sockets.
     pub(super) watched: bool,
@@ -149,8 +148,8 @@ pub(super) enum Direction {
     In,
 }
 
-/// The number of lanes that are being admitted. Each direction has a limit of its own, so that a flood
-/// of one delays none of the other.
+/// The number of lanes that are being admitted. Each direction has a limit of its own, so that a
+/// flood of one delays none of the other.
 #[derive(Debug, Default)]
 struct Admitting {
     outgoing: Arc<AtomicUsize>,
@@ -510,7 +509,6 @@ impl Hub {
         self.settle(&mut core);
     }
 
-    /// Whether the control lane is up.
     pub(super) fn has_control(&self) -> bool {
         matches!(self.lock().control, Control::Up { .. })
     }
@@ -547,8 +545,8 @@ impl Hub {
             refused: admitted.err().map(|refused| refused.to_string()),
             trouble: core.trouble(),
         };
-        // The kernel lets a query of a connection wait for a call that sends on the connection. The
-        // lanes must not wait with it.
+        // Unlock the core first: in the kernel, a query of a connection waits while another call
+        // sends on the connection, and the other lanes must not wait too.
         drop(core);
         let lanes = cutters.into_iter();
         status.by_lane = lanes.map(|(key, cut)| lane_status(key, &cut)).collect();

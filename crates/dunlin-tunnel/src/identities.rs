@@ -9,8 +9,8 @@ use dunlin_lane::provider::Crypto;
 
 use crate::options::{Entrance, Mode, Routes};
 
-/// The identities of a host. A tunnel that only connects, or only accepts, may have the same identity
-/// for both roles ([`Identities::connects`], [`Identities::accepts`]).
+/// The identities of a host. A tunnel that only connects, or only accepts, may have the same
+/// identity for both roles ([`Identities::connects`], [`Identities::accepts`]).
 #[derive(Clone)]
 pub struct Identities {
     /// The identity for connections that the tunnel dials.
@@ -22,8 +22,8 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Whether a tunnel with these routes connects to peers. A tunnel also connects to a peer of wire
-    /// version 1, or with lanes over IPsec, that has connected to it.
+    /// Whether a tunnel with these routes connects to peers. A tunnel also connects to a peer of
+    /// wire version 1, or with lanes over IPsec, that has connected to it.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()

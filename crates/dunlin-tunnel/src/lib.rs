@@ -23,19 +23,18 @@
 //! - `options`: routes and limits, checked before anything is opened. `route`: the two ends of a
 //!   route.
 //! - `entrance`: the listeners of the configuration. `redirect`: the listeners for connections that
-//!   the packet filter redirects. `on_demand`: listeners that are opened for one
-//!   purpose while the tunnel runs. `listener`: the sockets of both. `port`: where the peers
-//!   connect.
-//! - `probe`: sends bytes to a peer and back, to test the path, and asks for a peer's report. `echo`
-//!   and `report`: the peer's side of it.
+//!   the packet filter redirects. `on_demand`: listeners that are opened for one purpose while the
+//!   tunnel runs. `listener`: the sockets of all these. `port`: where the peers connect.
+//! - `probe`: sends bytes to a peer and back, to test the path, and asks for a peer's report.
+//!   `echo` and `report`: the peer's side of these.
 //! - `carriers`: passes an accepted connection to a trunk or a relay.
 //! - `trunks`: dials, accepts, keeps and removes trunks. `handshake`: how a trunk begins. `terms`:
 //!   what both sides have agreed on. `dials`: dials and handshakes, which the end of the tunnel
 //!   cancels.
-//! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `open`: dials a lane.
-//!   `exit`: connects a channel of the peer. `target`: connects to a socket or starts a program.
-//!   `reached`: which socket a path's channels are connected to. `parameter`: what a channel may
-//!   choose in a target.
+//! - `talk`: the talker and the control lane. `send` and `receive`: the lanes. `open`: dials a
+//!   lane. `exit`: connects a channel of the peer. `target`: connects to a socket or starts a
+//!   program. `reached`: which socket a path's channels are connected to. `parameter`: what a
+//!   channel may choose in a target.
 //! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
 //!   `control`: the state of its control lane. `channels`: the connections of a trunk, and how each
 //!   ends.
@@ -171,7 +170,7 @@ impl TunnelBuilder<'_> {
 
     /// The implementation of lanes over IPsec, for routes with [`Mode::StripeOverIpsec`] and for
     /// peers that offer IPsec. If `sealed` is `None`, the tunnel refuses peers that offer IPsec. A
-    /// tunnel without a listener has none, because each side opens such lanes.
+    /// tunnel without a listener ignores `sealed`, because peers could not open their lanes to it.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
@@ -182,9 +181,9 @@ impl TunnelBuilder<'_> {
         Self { observer, ..self }
     }
 
-    /// Answers [`Tunnel::report`] of peers that may use one of this side's targets: `reporter` makes
-    /// a text of at most [`MAX_REPORT_BYTES`], at most once a second for each trunk. Without a
-    /// reporter the tunnel refuses them.
+    /// Answers [`Tunnel::report`] of peers that may use one of this side's targets: `reporter`
+    /// makes a text of at most [`MAX_REPORT_BYTES`], at most once a second for each trunk. Without
+    /// a reporter the tunnel refuses them.
     pub fn report(self, reporter: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let reporter = Some(Box::new(reporter) as Reporter);
         Self { reporter, ..self }
@@ -365,8 +364,8 @@ impl Tunnel {
         Ok(listener)
     }
 
-    /// Limits the rate at which this side sends on a route, in bytes per second, until the routes are
-    /// replaced. `None` removes the limit.
+    /// Limits the rate at which this side sends on a route, in bytes per second, until the routes
+    /// are replaced. `None` removes the limit.
     ///
     /// # Errors
     /// [`DemandError::Route`]: the configuration has no such route.
@@ -380,7 +379,8 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Limits the rate at which this side sends to a peer, as [`Tunnel::set_rate`] does for a route.
+    /// Limits the rate at which this side sends to a peer, as [`Tunnel::set_rate`] does for a
+    /// route.
     pub fn set_peer_rate(&self, peer: &Peer, bytes_per_s: Option<u64>) {
         self.site
             .change_rates(|rates| rates.set_peer(peer, bytes_per_s));
@@ -394,8 +394,8 @@ impl Tunnel {
     }
 
     /// Sends `bytes`, at most [`MAX_PROBE_BYTES`], through a channel to the peer of `entrance` and
-    /// reads them back, at a trunk with the entrance's settings. The peer's tunnel returns the bytes
-    /// if this side may use one of its targets.
+    /// reads them back, at a trunk with the entrance's settings. The peer's tunnel returns the
+    /// bytes if this side may use one of its targets.
     ///
     /// # Errors
     /// [`Failure`]: the reason why the channel was refused or failed. The channels of other
@@ -408,8 +408,8 @@ impl Tunnel {
     /// peer's tunnel answers if this side may use one of its targets.
     ///
     /// # Errors
-    /// [`Failure`], with [`FaultCode::UnknownRoute`](dunlin_proto::fault::FaultCode::UnknownRoute) if
-    /// the peer has no report or does not allow this side, and
+    /// [`Failure`], with [`FaultCode::UnknownRoute`](dunlin_proto::fault::FaultCode::UnknownRoute)
+    /// if the peer has no report or does not allow this side, and
     /// [`FaultCode::Malformed`](dunlin_proto::fault::FaultCode::Malformed) if the report is longer
     /// than [`MAX_REPORT_BYTES`] or is not text.
     pub fn report(&self, entrance: &Entrance) -> Result<Report, Failure> {
@@ -434,8 +434,8 @@ impl Tunnel {
         routes
     }
 
-    /// The number of connections to the redirect port that were refused, because no route is
-    /// redirected from their original destination; `None` if no route's connections are redirected.
+    /// The number of redirected connections that were refused, because their original destination
+    /// belongs to no route; `None` if no route's connections are redirected.
     pub fn refused_redirects(&self) -> Option<u64> {
         let refused = || self.site.strays.load(Ordering::Relaxed);
         (!lock(&self.gates).is_empty()).then(refused)

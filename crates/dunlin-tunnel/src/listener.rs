@@ -1,8 +1,9 @@
 //! Listening sockets, which the tunnel creates or which were passed to the process.
 //!
 //! A listener checks once per second whether the file of its unix socket is still at its path. A
-//! hypervisor that listens at the same path for an arriving VM removes the file, and so does
-//! cleaning up by hand; connections would then not arrive until the tunnel is restarted.
+//! hypervisor that listens at the same path for an arriving VM removes the file, and an operator
+//! may delete it. Without the check, no connection would arrive after that until the tunnel is
+//! restarted.
 //!
 //! ```text
 //!   listens ── file removed, replaced, or with other permissions ──▶ binds the path again
@@ -125,8 +126,8 @@ struct SocketFile {
 
 /// A listener with the file of its unix socket, if it created one.
 pub(super) struct LastingListener {
-    /// Declared before the listeners, and therefore dropped before them: without a listener, the
-    /// file at the path could be the socket of another process.
+    /// Declared before the listeners, and therefore dropped before them: while a listener is open,
+    /// no socket of another process can have its file's inode, which identifies the file to remove.
     file: Option<SocketFile>,
     /// `None` while it is lost.
     listener: Option<Listener>,
@@ -229,7 +230,8 @@ impl LastingListener {
         })
     }
 
-    /// Why the listener is lost, if it is, also after it has moved to a thread.
+    /// Why the listener is lost, if it is. The returned value stays current after the listener has
+    /// moved to a thread.
     pub(super) fn lost(&self) -> Lost {
         Arc::clone(&self.lost)
     }

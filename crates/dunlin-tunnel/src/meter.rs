@@ -34,10 +34,8 @@ pub struct Traffic {
 
 /// Counts the connections of one listener.
 pub(super) trait Tally: std::fmt::Debug + Send + Sync {
-    /// Counts a connection that begins.
     fn begins(&self);
 
-    /// Counts a connection that has ended.
     fn ends(&self, ending: Ending);
 }
 

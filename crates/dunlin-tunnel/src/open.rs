@@ -11,8 +11,9 @@ use super::hub::{Direction, Hub};
 use dunlin_lane::data::DataSender;
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
 
-/// The time limit for a lane that the peer has requested, as a part of the permitted silence. It is
-/// shorter, so that a peer that waits for the lane receives the reason before it gives up.
+/// The time limit for opening a lane that the peer has requested, as a fraction of the permitted
+/// silence. It is shorter than the silence, so that the peer, which waits for the lane, receives
+/// the reason of a failure before it gives up.
 const REQUESTED_PART: (u32, u32) = (3, 4);
 
 /// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.

@@ -309,7 +309,8 @@ impl Routes {
     }
 }
 
-/// Whether another entrance is redirected from the same address and one of the same ports.
+/// Whether another entrance takes redirected connections to the same address and one of the same
+/// ports.
 fn redirects_the_same(entrance: &Entrance, all: &[Entrance]) -> bool {
     let Listen::Redirected { address, ports, .. } = entrance.listen else {
         return false;

@@ -1,5 +1,5 @@
-//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it, and requests
-//! of a peer's report. The peer's sides are in `echo` and `report`.
+//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it; and
+//! requests for a peer's report. The peer's side is in `echo` and `report`.
 
 use dunlin_lane::sync::{self, lock};
 use std::io::{self, Read, Write};
@@ -27,7 +27,8 @@ const REPORT_LIMIT: Duration = Duration::from_secs(20);
 /// The result of [`super::Tunnel::probe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// The time until the trunk and a channel to the peer were open and the first byte had returned.
+    /// The time until the trunk and a channel to the peer were open and the first byte had
+    /// returned.
     pub first_byte: Duration,
     /// The time in which the remaining bytes went to the peer and back.
     pub remaining: Duration,
@@ -96,7 +97,8 @@ impl Channel {
         let (near, far) = UnixStream::pair().or_failure(FaultCode::Kernel, what)?;
         let stream = Stream::unix(near).or_failure(FaultCode::Kernel, what)?;
         let tally = Arc::clone(&outcome) as Arc<dyn Tally>;
-        // A relay has no channels for a route of the tunnel itself. The trunk to the same peer has.
+        // A relay does not carry the routes of the echo and the report. The trunk to the same peer
+        // does.
         let mode = match entrance.mode {
             Mode::RelayAt(_) => Mode::Stripe,
             mode => mode,
@@ -121,7 +123,8 @@ impl Channel {
         })
     }
 
-    /// Ends the channel after `error`. Returns the reason for its end, or else `text` with `error`.
+    /// Ends the channel after `error`. Returns the reason for the channel's end or, if it has none,
+    /// `text` with `error`.
     fn failure(self, text: String, error: &io::Error) -> Failure {
         drop(self.stream);
         let failure = self.outcome.failure(TIMEOUT);
@@ -192,7 +195,8 @@ fn exchange(stream: &UnixStream, bytes: u64, began: Instant) -> io::Result<Probe
 
 const FIRST: u8 = 0xd1;
 
-/// The byte at an offset of the test data: no period of the data divides a frame.
+/// The test data from `offset` on. Its period does not divide a frame's length, so frames in the
+/// wrong order are detected.
 fn piece(offset: u64) -> Vec<u8> {
     let of = |at: u64| u8::try_from((offset + at) % 251).unwrap_or(0);
     (0..PIECE_BYTES as u64).map(of).collect()

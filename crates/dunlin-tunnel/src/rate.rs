@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 use dunlin_lane::peers::{Peer, PeerIdentity, Peers};
 use dunlin_proto::pace::Pace;
 
-/// The lowest rate, in bytes per second. One read then takes 50 ms for 3 KiB.
+/// The lowest rate, in bytes per second. It allows a read of 3 KiB every 50 ms.
 pub const LEAST_RATE: u64 = 64 << 10;
 
-/// A read takes at most this part of a second at the limit's rate.
+/// A read returns at most as many bytes as the limit allows in one second divided by this number.
 ///
-/// Formula: 50 ms. A channel is not read for that long, times the number of channels that share the
-/// limit, also if the limit is raised in the meantime.
+/// Formula: 50 ms. After a read, a channel is not read for up to 50 ms times the number of channels
+/// that share the limit, even if the limit is raised in the meantime.
 /// Drawback: below 5 MiB/s the pieces are smaller than a lane's frames, which costs more CPU time
 /// per byte.
 /// Alternative: wake the delayed channels when a limit is raised.
@@ -107,8 +107,8 @@ impl Pacer {
         })
     }
 
-    /// Counts bytes that were read; returns when the channel may be read again, if it has to wait. If
-    /// the limit was lowered during the read, the bytes count as one piece of the new limit: the
+    /// Counts bytes that were read; returns when the channel may be read again, if it has to wait.
+    /// If the limit was lowered during the read, the bytes count as one piece of the new limit: the
     /// channel would otherwise stall for seconds.
     pub(super) fn spend(&self, bytes: usize) -> Option<Instant> {
         self.rate()?;
@@ -116,7 +116,7 @@ impl Pacer {
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         let mut pace = lock(&self.pace);
         pace.reserve(now_ns, self.limited(bytes) as u64);
-        // The next byte may be sent when these bytes are paid for.
+        // A reservation of 0 bytes returns the time from which the next byte is allowed.
         let next_ns = pace.reserve(now_ns, 0);
         (next_ns > now_ns).then(|| self.began + Duration::from_nanos(next_ns))
     }
@@ -139,7 +139,7 @@ mod tests {
         let reads = [(1 << 20) / 20 + 1; 19].into_iter().chain([1 << 20]);
         let next = reads.map(|bytes| pacer.spend(bytes)).last().unwrap();
         let wait = next.unwrap() - begin;
-        // One burst was saved up.
+        // The pacer allows one burst without a wait.
         let range = Duration::from_millis(980)..Duration::from_millis(1001);
         assert!(range.contains(&wait), "{wait:?}");
         // A raised limit does not count the earlier bytes.

@@ -13,8 +13,9 @@
 //!   channel 2 ─▶ refused, whichever VM it belongs to, until channel 1 has ended
 //! ```
 //!
-//! Channels of one migration reach one listening socket, and a server with many clients, such as
-//! an NBD server, keeps its socket; neither is refused.
+//! Channels of one migration are not refused, because they reach one listening socket. Channels to
+//! a server with many clients, such as an NBD server, are not refused either, because it keeps its
+//! socket.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -93,7 +94,7 @@ impl Drop for Reached {
     }
 }
 
-/// A connection keeps its entry until it is closed.
+/// Counts nothing. A connection owns its tally, so the entry exists until the connection is closed.
 impl Tally for Reached {
     fn begins(&self) {}
 

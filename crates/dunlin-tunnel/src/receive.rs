@@ -99,8 +99,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // The error means that the lane is not from the trunk's peer. Do not refuse its number,
-            // because the peer itself may have a lane with this number.
+            // A strange lane may be from another host than the trunk's peer. Do not refuse its
+            // number, because the peer itself may have a lane with this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk

@@ -7,14 +7,14 @@
 //!                              route NAME, parameter port=49152 ═ trunk ═▶ 127.0.0.1:49152 there
 //! ```
 //!
-//! Each peer has a [`Gate`]: a trunk that is kept up, and a listener that is open while the trunk is
-//! up. If the peer's tunnel does not answer, the toolstack's connection is therefore refused, as it
-//! would be without a tunnel. A connection that is accepted and then reset is worse: QEMU 10.0 may
-//! crash if that happens while its channels connect.
+//! Each peer has a [`Gate`]: a trunk that is kept up, and a listener that is open while the trunk
+//! is up. If the peer's tunnel does not answer, the toolstack's connection is therefore refused, as
+//! it would be without a tunnel. A connection that is accepted and then reset is worse: QEMU 10.0
+//! may crash if that happens while its channels connect.
 //!
-//! The listener reads the original destination of each connection. It refuses a connection if no
-//! route is redirected from there: for example the connection of a local program that connects to
-//! the listener directly.
+//! The listener reads the original destination of each connection. It refuses a connection if this
+//! destination belongs to no route, for example because a local program has connected to the
+//! listener directly.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -45,8 +45,8 @@ const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Keeps a trunk to a peer up, and listens while it is up. Dropping the gate closes the listener;
-/// its channels stay open. The thread of a gate that dials ends when the dial has ended; the tunnel
-/// joins it at its own end.
+/// its channels stay open. If the gate is dialling then, its thread continues until the dial has
+/// ended. The tunnel joins the thread when the tunnel ends.
 pub(super) struct Gate {
     stop: Waker,
 }
@@ -212,7 +212,9 @@ impl Listening {
             }
         };
         let Some(entrance) = site.redirected_entrance(original) else {
-            return refuse(format!("no route is redirected from {original}"));
+            return refuse(format!(
+                "its destination, {original}, belongs to no redirect"
+            ));
         };
         let key = (entrance.route.clone(), entrance.to.clone());
         let number = *self.numbers.entry(key).or_insert_with(next_number);

@@ -1,5 +1,5 @@
-//! A lane that this side sends on. Its thread opens or admits the lane, reads the sockets of channels in
-//! turn, and seals and sends the bytes.
+//! A lane that this side sends on. Its thread opens or admits the lane, reads the sockets of
+//! channels in turn, and seals and sends the bytes.
 //!
 //! One of the threads without work watches all sockets, and itself sends the bytes that it reads. A
 //! request and its answer therefore cost one wake-up per side. The other threads wait until there
@@ -54,14 +54,15 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
 /// peer opened it at this side's request.
 ///
 /// # Errors
-/// The lane was not requested, or has come before.
+/// The lane was not requested, came before or comes too late, or too many lanes are being admitted.
 pub(super) fn start(
     hub: &Arc<Hub>,
     lane: u16,
     socket: LaneSocket,
 ) -> Result<(), (FaultCode, &'static str)> {
     if !hub.lock().trunk.is_awaited(lane) {
-        let why = "a lane that was not requested, or not any more, or that came before";
+        let why = "this side does not wait for this lane: it was not requested, came before or \
+                   comes too late";
         return Err((FaultCode::DuplicateLane, why));
     }
     let admitting = hub.begin_admission(Direction::Out)?;
@@ -180,8 +181,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
     result
 }
 
-/// Watches the sockets of delayed channels again that may be read at `now`, or of all of them.
-/// Returns how long the next one has to wait.
+/// Watches the sockets of delayed channels again: of those that may be read at `now` or, without
+/// `now`, of all. Returns how long the next delayed channel has to wait.
 fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration> {
     if core.delayed.is_empty() {
         return None;

@@ -28,7 +28,7 @@ use dunlin_lane::peers::{PeerIdentity, PeerRefused, Peers};
 use dunlin_lane::policy::ClientTls;
 use dunlin_lane::security::SealedLanes;
 
-/// Between the addresses of a route's peers.
+/// Separates the addresses of a route's peers in [`RouteStatus::to`].
 pub(super) const SEPARATOR: &str = ", ";
 
 pub(super) struct Site {
@@ -42,9 +42,9 @@ pub(super) struct Site {
     pub(super) reporter: Option<Reporter>,
     identities: Mutex<Identities>,
     routes: Mutex<Routes>,
-    /// The limits in force.
+    /// The rate limits in force.
     rates: Mutex<Rates>,
-    /// The limits of connected peers.
+    /// The rate limit of each connected peer.
     peers: Mutex<Vec<(PeerIdentity, Arc<Pacer>)>>,
     /// Counters by route name, for all routes that are or were configured.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
@@ -56,7 +56,7 @@ pub(super) struct Site {
     events: SyncSender<Event>,
     /// The number of events that were dropped because the queue was full.
     dropped: AtomicUsize,
-    /// The number of connections to the redirect port that no route takes.
+    /// The number of redirected connections that were refused, because no route takes them.
     pub(super) strays: AtomicU64,
     /// The number of lanes that were lost or could not be opened.
     pub(super) lanes_lost: AtomicU64,
@@ -106,7 +106,7 @@ impl Site {
         self.change_rates(|rates| rates.clone_from(&routes.rates));
     }
 
-    /// Changes the limits of routes and peers, also for open channels.
+    /// Changes the rate limits of routes and peers, also for open channels.
     pub(super) fn change_rates(&self, change: impl FnOnce(&mut Rates)) {
         let mut rates = lock(&self.rates);
         change(&mut rates);
@@ -118,11 +118,11 @@ impl Site {
         }
     }
 
-    /// The limit that all channels of a peer share.
+    /// The rate limit that all channels of a peer share.
     pub(super) fn pacer_of(&self, peer: &PeerIdentity) -> Arc<Pacer> {
         let rates = lock(&self.rates);
         let mut peers = lock(&self.peers);
-        // Only this list refers to the limit of a peer without trunks and relays.
+        // Remove peers without trunks and relays: only this list refers to their limits.
         peers.retain(|(_, pacer)| Arc::strong_count(pacer) > 1);
         let principal = peer.principal();
         if let Some((_, pacer)) = peers.iter().find(|(one, _)| one.is(&principal)) {
@@ -187,7 +187,6 @@ impl Site {
             || routes.relays.iter().any(|one| one.route == route)
     }
 
-    /// The counters of a route.
     pub(super) fn meter(&self, route: &str) -> Arc<Meter> {
         let rates = lock(&self.rates);
         let mut meters = lock(&self.meters);

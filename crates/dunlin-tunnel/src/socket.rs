@@ -38,8 +38,8 @@ pub(super) struct Socket {
     is_reset: Mutex<bool>,
     /// Whether one thread per direction blocks in the kernel.
     blocks: AtomicBool,
-    /// Declared after the stream, and therefore dropped after it: when the end of the connection is
-    /// counted, the connection is closed.
+    /// Declared after the stream, and therefore dropped after it: the connection is closed before
+    /// its end is counted.
     count: Count,
 }
 
@@ -238,8 +238,8 @@ impl Socket {
     }
 
     /// Whether an error of the connection fails its channel immediately, even if received bytes
-    /// have not been read. If so, a thread must poll for the error while no thread reads. Only the
-    /// tunnel distinguishes TCP from unix sockets here: the kernel reports an error of either
+    /// have not been read. If so, a thread must poll for the error while no thread reads. The
+    /// kernel does not differ between TCP and unix sockets here: it reports an error of either
     /// immediately, and reads return the received bytes before the error.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))

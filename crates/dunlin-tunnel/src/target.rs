@@ -67,8 +67,8 @@ pub(super) fn open(
     Ok(stream.counted(Count::new(site.meter(route), tally)))
 }
 
-/// Adds a channel to the socket at `path`. Waits until channels to an earlier socket at the path have
-/// ended: those of a tunnel that was killed end only after some seconds.
+/// Adds a channel to the socket at `path`. Waits until channels to an earlier socket at the path
+/// have ended: if a peer's tunnel was killed, its channels end only after some seconds.
 ///
 /// # Errors
 /// The errors of [`ReachedSockets::enter`], at the deadline.
@@ -93,9 +93,9 @@ fn enter(
     }
 }
 
-/// Connects to the first of these addresses of this host that accepts a connection at `port`. Returns
-/// the error of the last one. An address of another host is refused, because the connection would
-/// carry the channel's bytes there in the clear.
+/// Connects to the first of these addresses of this host that accepts a connection at `port`.
+/// Returns the error of the last one. An address of another host is refused, because the connection
+/// would carry the channel's bytes there in the clear.
 fn connect_first(
     site: &Site,
     addresses: &[IpAddr],

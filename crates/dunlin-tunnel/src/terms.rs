@@ -21,7 +21,7 @@ pub(super) struct Terms {
     /// this peer.
     pub(super) peer: PeerIdentity,
     /// The end of the validity of the certificate with which this side dialled the trunk; `None` if
-    /// the peer dialled it. Later the peer refuses new channels on this trunk.
+    /// the peer dialled it. After that time the peer refuses new channels on this trunk.
     pub(super) own_until: Option<SystemTime>,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,

@@ -149,7 +149,8 @@ impl Trunks {
         self.refuse(&connection, failure);
     }
 
-    /// Returns the trunk to a peer. Dials it if there is none, and reports no failure.
+    /// Returns the trunk to a peer. Dials it if there is none. If that fails, reports an event only
+    /// if connections wait for the trunk.
     ///
     /// # Errors
     /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
@@ -181,7 +182,8 @@ impl Trunks {
         made
     }
 
-    /// Opens a channel on a trunk, if its peer is still admitted and admits this side.
+    /// Opens a channel on a trunk, if its peer is still admitted and the certificate with which
+    /// this side dialled the trunk is still valid.
     fn open(&self, hub: &Hub, connection: &Connection) -> Result<(), OpenError> {
         let is_refused = self.site.check_admitted(&hub.terms.peer).is_err();
         if is_refused || hub.terms.is_own_expired() {

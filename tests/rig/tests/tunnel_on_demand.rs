@@ -24,8 +24,8 @@ const WORKLOAD: Workload = Workload {
 };
 
 /// With QEMU's own TLS, QEMU treats the first accepted connection as the main one, so the listener
-/// must preserve the order. Afterwards the listener leaves nothing behind, and it has counted every
-/// connection as ended normally. QEMU's destination leaves bytes unread, because it closes the
+/// must preserve the order. Afterwards the listener leaves nothing behind, and it has counted no
+/// connection as failed. Some may count as ended with unread bytes: QEMU's destination closes the
 /// memory connections once it has all pages, without waiting for the close_notify of the source's
 /// TLS.
 #[test]

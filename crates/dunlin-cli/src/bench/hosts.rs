@@ -67,7 +67,7 @@ pub(super) struct BetweenHosts {
     /// Directory with this host's certificates, for lanes between two hosts.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
-    /// A name that the other host's certificate must contain [default: with --to, its host; with
+    /// A name that the other host's certificate must contain [default: the host in --to; with
     /// --listen, any certificate of the authority].
     #[arg(long, value_name = "NAME|PIN")]
     peer: Vec<String>,

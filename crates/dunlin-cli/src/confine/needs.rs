@@ -24,7 +24,6 @@ pub(crate) struct Needs {
 }
 
 impl Needs {
-    /// The directory of a socket.
     pub(crate) fn directory_of(socket: &Path) -> PathBuf {
         match socket.parent() {
             Some(directory) if directory != "" => directory.into(),

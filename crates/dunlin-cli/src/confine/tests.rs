@@ -165,7 +165,7 @@ fn a_confined_process_with_a_control_socket_never_listens() {
     assert_each(&outcomes, "ENOSYS", NEVER_CALLED);
 }
 
-/// System calls that neither a VM's process without IPsec nor a tunnel makes.
+/// Operations with system calls that neither a VM's process without IPsec nor a tunnel makes.
 const NEVER_CALLED: &[&str] = &[
     "execute a program",
     "start a program",

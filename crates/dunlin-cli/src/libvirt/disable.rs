@@ -56,7 +56,10 @@ impl Disable {
                 .success()
             {
                 write(config, &text)?;
-                bail!("the rules and the configuration are as before; the reason is above");
+                bail!(
+                    "the rules of the other redirects cannot be applied, so the configuration and \
+                     the rules are as before; the reason is above"
+                );
             }
             let what = "of the other redirects stay; libvirt's migrations are in the clear";
             self.report.step("rules", what);
@@ -95,7 +98,7 @@ impl Disable {
         Ok(DONE)
     }
 
-    /// Gives the reserved ports back.
+    /// Undoes the reservation of the ports.
     fn release(&self) -> Result<()> {
         let file = Record::path(&self.state)?;
         if let Some(record) = Record::read(&file)? {

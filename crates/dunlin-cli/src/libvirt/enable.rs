@@ -25,8 +25,9 @@ use crate::tunnel::{Config, PEER_PORT, Port, RedirectPeer};
 
 #[derive(Debug, Args)]
 pub(crate) struct Enable {
-    /// Another host, by the name or address to which this host's toolstack migrates; its
-    /// certificate must contain it, or the NAME; repeatable. Peers of an earlier `enable` stay.
+    /// Another host: the name or address to which this host's toolstack migrates. That host's
+    /// certificate must contain HOST or, if given, NAME; repeatable. Peers of an earlier `enable`
+    /// stay.
     #[arg(long = "peer", value_name = "HOST[=NAME]", required = true)]
     peers: Vec<String>,
     /// Directory with this host's certificates [default: /etc/dunlin, /etc/pki/qemu or /etc/pki,
@@ -66,8 +67,8 @@ pub(crate) struct Enable {
     /// libvirt's configuration of QEMU.
     #[arg(long, value_name = "FILE", default_value = "/etc/libvirt/qemu.conf")]
     qemu_conf: PathBuf,
-    /// Use unix sockets, one for each VM, instead of a redirect, which needs nftables in the kernel.
-    /// `dunlin libvirt migrate` then migrates a VM.
+    /// Use unix sockets, one for each VM, instead of a redirect, which needs nftables in the
+    /// kernel. `dunlin libvirt migrate` then migrates a VM.
     #[arg(long, conflicts_with_all = ["ports", "users", "local", "plain_from"])]
     sockets: bool,
     /// Show what would be done, and change nothing.
@@ -117,12 +118,12 @@ impl Enable {
             self.report.advise(
                 "A peer does not answer yet. Run `dunlin libvirt enable` there too, with this \
                  host as --peer. Until then migrations to it fail, and the VMs stay. If it was \
-                 done there, a firewall blocks the port of its tunnel: `dunlin tunnel check \
+                 done there, a firewall may block the port of its tunnel: `dunlin tunnel check \
                  --connect` tries again.",
             );
         }
         let host = plan.peers.first().map_or("HOST", |one| one.host.as_str());
-        let virsh = format!("Now as ever: virsh migrate --live VM qemu+ssh://{host}/system");
+        let virsh = format!("Migrate as before: virsh migrate --live VM qemu+ssh://{host}/system");
         self.report.advise(&virsh);
         Ok(DONE)
     }
@@ -157,14 +158,15 @@ impl Enable {
             applied.status.success(),
             "the rules cannot be applied; the reason is above"
         );
-        let what = "in force: nothing but the tunnel reaches the ports of peers, or these here";
+        let what = "in force: only the tunnel reaches these ports, at the peers and here";
         self.report.step("rules", what);
         before.units_follow();
         start(&self.report)?;
         Ok(tried)
     }
 
-    /// The directory of the certificates; with --install-identity, they are in place now.
+    /// The directory of the certificates. With --install-identity, this installs them first, except
+    /// in a dry run.
     fn identity(&self) -> Result<Option<&Path>> {
         match &self.install_identity {
             Some(from) if self.dry_run => Ok(Some(from)),
@@ -235,8 +237,8 @@ impl Enable {
             && listen.port() != PEER_PORT
         {
             let what = format!(
-                "peers expect this host's tunnel at port {PEER_PORT}, and listen in {} \
-                 has port {}",
+                "peers expect this host's tunnel at port {PEER_PORT}, but listen in {} \
+                 has port {}: change it",
                 config.display(),
                 listen.port()
             );
@@ -357,7 +359,7 @@ enum Tried {
     Works,
     /// A peer does not answer, and all that answer work.
     Silent,
-    /// A peer answers and refuses, or is another than expected.
+    /// A peer answers and refuses, or has another identity than expected.
     Fails,
 }
 

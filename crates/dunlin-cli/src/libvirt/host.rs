@@ -126,7 +126,8 @@ pub(super) fn users(qemu: Option<&str>) -> Vec<String> {
     users
 }
 
-/// Checks that no program but the toolstack listens on the ports: its clients would be rejected.
+/// Checks that no program but the toolstack listens on the ports, because the rules would reject
+/// that program's clients.
 pub(super) fn check_listeners(ports: PortRange) -> Result<()> {
     let mut foreign = Vec::new();
     let owners = owners();

@@ -71,8 +71,8 @@ fn write(to: &Path, content: &[u8]) -> std::io::Result<()> {
     file.write_all(content)
 }
 
-/// Lets the services' group read the identity in [`PLACE`]. Changes nothing if the host does not have
-/// the group, or if the identity is elsewhere: other programs use it.
+/// Lets the services' group read the identity in [`PLACE`]. Changes nothing if the host does not
+/// have the group, or if the identity is elsewhere, where other programs may use it.
 pub(super) fn let_services_read(identity: &Path) -> Result<()> {
     let Some(group) = group().filter(|_| identity == Path::new(PLACE)) else {
         return Ok(());

@@ -1,4 +1,5 @@
-//! `dunlin libvirt migrate`: one migration over unix sockets, which `enable --sockets` has prepared.
+//! `dunlin libvirt migrate`: one migration over unix sockets, which `enable --sockets` has
+//! prepared.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -119,7 +120,8 @@ impl Migrate {
 const NO_VIRSH: &str = "cannot run virsh: install libvirt's clients";
 
 impl Listeners<'_> {
-    /// Opens a socket of the tunnel for the socket `name` of the other host. Returns its path.
+    /// Opens a socket of this host's tunnel that leads to the socket `name` on the other host;
+    /// returns its path.
     fn open(&mut self, route: &str, name: &str) -> Result<String> {
         let parameter: Parameter = format!("vm={name}").parse()?;
         let path = format!("{DIRECTORY}/{name}");
@@ -142,7 +144,8 @@ impl Listeners<'_> {
 
 impl Drop for Listeners<'_> {
     fn drop(&mut self) {
-        // The tunnel closes a socket when its connections have ended, and removes the file.
+        // The tunnel closes a socket when its connections have ended, and removes the file. The
+        // sockets that still exist had no connection.
         for path in self.paths.iter().filter(|path| path.exists()) {
             let listener = format!("unix:{}", path.display());
             let _ = dunlin(&["tunnel", "close", &listener], Some(self.config), None);

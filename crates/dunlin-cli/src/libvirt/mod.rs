@@ -1,11 +1,11 @@
-//! `dunlin libvirt`: makes the migrations of this host's libvirt go through a tunnel, by the redirect
-//! of docs/tunnel/redirect.md.
+//! `dunlin libvirt`: makes the migrations of this host's libvirt go through a tunnel, by the
+//! redirect of docs/tunnel/redirect.md.
 //!
 //! ```text
 //!  enable: look up (host, qemu_conf) ─▶ certificates (install) ─▶ configuration (block)
 //!          ─▶ test of the path ─▶ reserved ports ─▶ rules ─▶ units
-//!          a failure after the certificates restores all that follows them (undo)
-//!  disable: units ─▶ rules ─▶ configuration ─▶ reserved ports
+//!          a failure after the certificates undoes all steps after them (undo)
+//!  disable: rules ─▶ units ─▶ configuration ─▶ reserved ports
 //! ```
 //!
 //! Or, without the packet filter, over unix sockets (`sockets`), which `migrate` opens for each

@@ -24,7 +24,7 @@ pub(super) const UNITS: [&str; 3] = [
 /// The tunnel's configuration.
 #[derive(Clone, Debug, Args)]
 pub(super) struct ConfigPath {
-    /// The tunnel's configuration, which is created if it does not exist.
+    /// The tunnel's configuration. `enable` creates it if it does not exist.
     #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
     pub(super) config: PathBuf,
 }
@@ -55,7 +55,7 @@ impl Report {
     }
 }
 
-/// Runs another subcommand of this program, with its standard error on that of this process.
+/// Runs another subcommand of this program, with the same standard error.
 pub(super) fn dunlin(
     words: &[&str],
     config: Option<&Path>,

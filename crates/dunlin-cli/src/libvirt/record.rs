@@ -20,12 +20,10 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The file of the record.
     pub(super) fn path(state: &StatePath) -> Result<PathBuf> {
         Ok(state.directory()?.join("libvirt.json"))
     }
 
-    /// Reads the record; `None` if there is none.
     pub(super) fn read(path: &Path) -> Result<Option<Self>> {
         let text = match fs::read_to_string(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

@@ -1,5 +1,5 @@
-//! `net.ipv4.ip_local_reserved_ports`: ports that the kernel gives to no outgoing connection, so
-//! that libvirt finds its range free.
+//! `net.ipv4.ip_local_reserved_ports`: ports that the kernel does not assign to outgoing
+//! connections, so that libvirt finds its range free.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use dunlin_ipsec::PortRange;
 
-/// The setting after a boot.
+/// The file with the setting, which is applied at boot.
 pub(super) const SYSCTL: &str = "/etc/sysctl.d/60-dunlin-libvirt.conf";
 pub(super) const LIVE: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 

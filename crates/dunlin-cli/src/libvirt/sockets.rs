@@ -1,9 +1,9 @@
-//! `dunlin libvirt enable --sockets`: migrations over unix sockets, one for each VM, for kernels without
-//! nftables. `dunlin libvirt migrate` (`migrate`) uses what this sets up.
+//! `dunlin libvirt enable --sockets`: migrations over unix sockets, one for each VM, for kernels
+//! without nftables. `dunlin libvirt migrate` (`migrate`) uses what this sets up.
 //!
 //! ```text
-//!  [route."libvirt-b.example"]  to = "b.example:18300"           on the other hosts, and on B:
-//!  [route."libvirt-b.example"]  target = "unix:DIRECTORY/{vm}"   QEMU of an arriving VM listens there
+//! [route."libvirt-b.example"]  to = "b.example:18300"          on the other hosts, and on B:
+//! [route."libvirt-b.example"]  target = "unix:DIRECTORY/{vm}"  an arriving VM's QEMU listens there
 //! ```
 
 use std::fs::{self, Permissions};
@@ -30,15 +30,15 @@ use crate::tunnel::{Config, PEER_PORT};
 pub(super) const DIRECTORY: &str = "/run/dunlin/vm";
 /// How a route's name begins; the rest is the name of the destination.
 pub(super) const ROUTE: &str = "libvirt-";
-/// Creates the directory after a boot.
+/// The file from which systemd-tmpfiles creates the directory at boot.
 const TMPFILES: &str = "/etc/tmpfiles.d/dunlin-libvirt.conf";
 /// libvirt's AppArmor rules for QEMU, and the file with which Dunlin extends them.
 const ABSTRACTION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu";
 const EXTENSION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu.d/dunlin";
-/// What QEMU does in the directory: it makes its socket there, and connects to the tunnel's.
+/// The AppArmor rule for the directory: QEMU makes its socket there, and connects to the tunnel's.
 const RULE: &str = "/run/dunlin/vm/** rw,";
 
-/// The flags of `enable` that count here.
+/// The flags of `enable` that apply with `--sockets`.
 pub(super) struct Setup<'a> {
     pub(super) peers: &'a [String],
     pub(super) identity: Option<&'a Path>,
@@ -78,7 +78,10 @@ impl Setup<'_> {
             .success()
         {
             put(self.config, before.as_deref())?;
-            bail!("the new configuration would be invalid, and is as before; the reason is above");
+            bail!(
+                "the new configuration would be invalid, so the change was undone; the reason is \
+                 above"
+            );
         }
         let report = self.report;
         report.step("written", &self.config.display().to_string());
@@ -103,12 +106,12 @@ impl Setup<'_> {
             );
         }
         let host = peers.first().map_or("HOST", |one| one.host.as_str());
-        report.advise(&format!("Now: dunlin libvirt migrate VM {host}"));
+        report.advise(&format!("Migrate with: dunlin libvirt migrate VM {host}"));
         Ok(DONE)
     }
 }
 
-/// The names that peers may have for this host.
+/// The names and addresses in this host's certificate that peers may use for it, without wildcards.
 fn own_names(summary: &Summary) -> Result<Vec<String>> {
     let name = |name: &PeerName| match name {
         PeerName::Dns(name) if !name.starts_with('*') => Some(name.clone()),
@@ -169,8 +172,8 @@ pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)
     })
 }
 
-/// Makes the directory now and after each boot. The sockets in it get its group, so that the tunnel
-/// reaches those of QEMU, which is its owner.
+/// Makes the directory now and at each boot. QEMU's user owns it. The sockets in it get the
+/// directory's group, so that the tunnel reaches those of QEMU.
 fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     let text = format!(
         "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"
@@ -226,7 +229,7 @@ fn start(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Whether the block of `enable` is one of this module.
+/// Whether `enable --sockets` wrote the block in the configuration.
 pub(super) fn is_in(text: &str) -> bool {
     block::is_in(text) && text.contains(&format!("[route.\"{ROUTE}"))
 }
@@ -243,7 +246,7 @@ pub(super) fn disable(config: &Path, text: &str, report: &Report) -> Result<i32>
     for file in [TMPFILES, EXTENSION] {
         delete(Path::new(file))?;
     }
-    // QEMU of an arriving VM may have a socket there.
+    // Ignore an error: QEMU of an arriving VM may have a socket there.
     let _ = fs::remove_dir(DIRECTORY);
     if has_systemd() {
         let words: &[&str] = match is_empty {

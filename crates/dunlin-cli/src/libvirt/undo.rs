@@ -47,18 +47,18 @@ impl<'a> Before<'a> {
         self.config.as_deref()
     }
 
-    /// From now on, the rules may have changed.
+    /// To be called before `enable` changes the rules, so that `restore` undoes that.
     pub(super) fn rules_follow(&mut self) {
         self.rules = true;
     }
 
-    /// From now on, the units may have changed.
+    /// To be called before `enable` changes the units, so that `restore` undoes that.
     pub(super) fn units_follow(&mut self) {
         self.units = true;
     }
 
-    /// Restores all that has changed, as far as possible. Returns the reason of the failure, with the
-    /// result of this.
+    /// Restores all that has changed, as far as possible. Returns the reason of the failure,
+    /// extended by what was restored.
     pub(super) fn restore(&self, reason: Error) -> Error {
         let parts: [(&str, Result<()>); 4] = [
             ("units", self.stop_units()),
@@ -108,7 +108,8 @@ impl<'a> Before<'a> {
         };
         let done = match redirects.is_empty() {
             true => dunlin(&["redirect", "remove"], None, Some(self.state))?,
-            // They were in force, so no connection is less protected than before.
+            // With --force, because these rules were in force before `enable`, so no connection is
+            // less protected than before it.
             false => {
                 let words = ["redirect", "apply", "--force"];
                 dunlin(&words, Some(self.path), Some(self.state))?

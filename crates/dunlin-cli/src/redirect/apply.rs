@@ -107,7 +107,8 @@ impl Apply {
         Ok(rules)
     }
 
-    /// Loads rules, and records what the table should be. Compares the one in force with it.
+    /// Loads rules, records the table that they should yield, and compares it with the one in
+    /// force.
     fn load(&self, text: &str, wanted: Wanted) -> Result<()> {
         let expected = Table::expected(text)?.record();
         nft::load(text)?;
@@ -129,8 +130,9 @@ impl Apply {
         Ok(())
     }
 
-    /// After a failure without rules in force (the host has booted), installs the rules of the last
-    /// successful `apply`: without them, the toolstack's connections would leave in the clear.
+    /// If `apply` fails while no rules are in force, as after a boot, installs the rules of the
+    /// last successful `apply`: without rules, the toolstack's connections would leave in the
+    /// clear.
     fn restore(&self, error: Error) -> Error {
         let restored = || -> Result<bool> {
             if nft::list(TABLE)?.is_some() {
@@ -149,7 +151,7 @@ impl Apply {
     }
 }
 
-/// Checks that the users exist: nft would reject the rules.
+/// Checks that the users exist, because nft rejects rules with unknown users.
 fn check_users(redirects: &[Addressed], owner: &str) -> Result<()> {
     let of = |to: &Addressed| to.redirect.users.clone();
     let users = redirects.iter().flat_map(of).chain([owner.to_owned()]);
@@ -164,7 +166,7 @@ fn check_users(redirects: &[Addressed], owner: &str) -> Result<()> {
     Ok(())
 }
 
-/// A warning about permission for plain connections that has ended.
+/// A warning if the permission for connections in the clear has ended.
 fn past(redirect: &Redirect) -> Option<String> {
     let plain = redirect.plain.as_ref()?;
     plain.is_over(today()).then(|| {
@@ -184,8 +186,8 @@ fn refuse_unprotected(redirects: &[Addressed]) -> Result<()> {
     let ends = |one: &TcpConnection| format!("{} to {}", one.local, one.peer);
     let list: Vec<String> = found.iter().map(ends).collect();
     bail!(
-        "{} in the clear under way, such as of a migration (at fault: this side): {}; wait until \
-         they end, or use --force, which lets them continue in the clear",
+        "{} in the clear, perhaps of a migration (at fault: this side): {}; wait until they end, \
+         or use --force, which lets them continue in the clear",
         count(found.len() as u64, "connection"),
         list.join(", ")
     )
@@ -200,8 +202,8 @@ impl Remove {
             let under_way = redirected(&established()?, Some(&ports)).len();
             if under_way > 0 {
                 bail!(
-                    "{} redirected to the tunnel under way (at fault: this side), which this \
-                     would cut: wait until they end, or use --force",
+                    "removing the rules would cut {} to the tunnel (at fault: this side): wait \
+                     until they end, or use --force",
                     count(under_way as u64, "connection")
                 );
             }

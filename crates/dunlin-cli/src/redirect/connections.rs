@@ -20,8 +20,9 @@ pub(super) fn established() -> Result<Vec<TcpConnection>> {
     Ok(all)
 }
 
-/// This host's ends of redirected connections, by their other ends: a listener on loopback has
-/// accepted them from an address of the network. With ports, only those of the listeners there.
+/// The clients' addresses of redirected connections. A connection is redirected if a listener on
+/// loopback has accepted it from an address that is not loopback. With `ports`, only connections to
+/// listeners at these ports count.
 pub(super) fn redirected(
     all: &[TcpConnection],
     ports: Option<&BTreeSet<u16>>,
@@ -34,11 +35,11 @@ pub(super) fn redirected(
 }
 
 /// Connections between this host and a peer on the redirects' ports that do not go through the
-/// tunnel. The other port is ephemeral: a connection of this host from an ephemeral port that
-/// happens to be in the range, to an ssh server for example, is not meant.
+/// tunnel. They count only if the port at the other end is ephemeral: this excludes, for example, a
+/// connection to an ssh server from an ephemeral port that is in the range by chance.
 pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
     let first = first_ephemeral();
-    // The tunnel's port may have been another one when it accepted them.
+    // All ports, because the tunnel may have accepted the connections at former ports.
     let redirected = redirected(all, None);
     let concerns = |one: &TcpConnection| {
         redirects.iter().any(|to| {

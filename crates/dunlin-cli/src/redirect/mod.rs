@@ -63,7 +63,6 @@ pub(crate) enum Rules {
     None,
 }
 
-/// Whether the program nft is installed.
 pub(crate) fn has_nft() -> bool {
     nft::program().is_ok()
 }

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::rules::TABLE;
 use crate::text::clean_lines;
 
-/// Directories that the path of unprivileged users lacks.
+/// Directories that unprivileged users may not have in PATH.
 const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 
 /// Runs a transaction.
@@ -68,7 +68,7 @@ fn parse(out: &str) -> Result<Value> {
 fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
     let mut child = Command::new(program()?)
         .args(arguments)
-        // nft prints times in the local time zone.
+        // So that neither the locale nor the time zone changes what nft prints.
         .env("LC_ALL", "C")
         .env("TZ", "UTC")
         .stdin(Stdio::piped())
@@ -103,8 +103,8 @@ pub(super) fn program() -> Result<PathBuf> {
         })
 }
 
-/// nft's messages with the cause and the remedy. What works tells the causes apart: nft has one exit
-/// code for almost all of them, and its messages differ between versions.
+/// nft's messages with the cause and the remedy. Further runs of nft tell the causes apart, because
+/// nft has one exit code for almost all of them, and its messages differ between versions.
 fn explained(said: &str) -> anyhow::Error {
     let works = |words: &[&str]| run(words, "").is_ok_and(|done| done.is_ok());
     let advice = if !has(Capability::Network).unwrap_or(true) {

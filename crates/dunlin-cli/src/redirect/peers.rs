@@ -18,7 +18,7 @@ pub(super) struct Addressed {
     pub(super) listeners: BTreeMap<IpAddr, u16>,
 }
 
-/// The error of a name that cannot be looked up, unlike that of a configuration with a mistake.
+/// A name cannot be looked up, which may pass. Mistakes in the configuration have other errors.
 #[derive(Debug)]
 pub(super) struct Unresolved(String);
 

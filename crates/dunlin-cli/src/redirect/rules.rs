@@ -2,16 +2,16 @@
 //! the same text.
 //!
 //! ```text
-//!  a local user's SYN ─▶ nat_output: to the tunnel's listener, for the configured users
-//!                        output: any other SYN to the peers is reset
-//!  a routed SYN       ─▶ forward: the same, for containers and virtual machines
-//!  a SYN of the wire  ─▶ input: reset, except from the peers of plain_from
+//!  a local user's SYN  ─▶ nat_output: to the tunnel's listener, for the configured users
+//!                         output: any other SYN to the peers is reset
+//!  a routed SYN        ─▶ forward: reset if it is to a peer, as from a container or VM
+//!  a SYN from the wire ─▶ input: reset, except from the hosts in plain_from
 //! ```
 //!
-//! All rules match only SYNs, because the ports are ephemeral ports on other hosts: replies to them
-//! pass, and so do established connections. That includes the redirect: a NAT chain sees only the
-//! first packet of a connection, but for a connection older than the rules that is any packet
-//! (`nf_conntrack_tcp_loose`).
+//! The rules for a redirect's ports match only SYNs, because other hosts may use these ports as
+//! ephemeral ports: replies to them pass, and so do established connections. The rules that
+//! redirect match only SYNs too: a NAT chain sees only the first packet of a connection, but of a
+//! connection older than the rules, this can be any packet (`nf_conntrack_tcp_loose`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -27,8 +27,8 @@ use crate::tunnel::Redirect;
 pub(super) const TABLE: &str = "inet dunlin";
 /// The family and the name of a copy for comparisons.
 pub(super) const COPY: &str = "inet dunlin_expected";
-/// The chains: name, type, hook and priority. `nat_output` has the priority of destination NAT as a
-/// number, because nft 1.0.6 accepts its name only in other hooks.
+/// The chains: name, type, hook and priority. The priority of `nat_output`, which is that of
+/// destination NAT, is a number, because nft 1.0.6 accepts the name `dstnat` only for other hooks.
 pub(super) const CHAINS: [(&str, &str, &str, i32); 4] = [
     ("nat_output", "nat", "output", -100),
     ("output", "filter", "output", 0),
@@ -66,8 +66,8 @@ pub(super) fn rules(redirects: &[Addressed], owner: &str) -> Rules {
     Rules { text, digest }
 }
 
-/// The transaction that makes a copy of these rules. The copy filters no packet, because its chains have
-/// no hooks. (nft 1.0.6 lists a table with the flag *dormant* as invalid JSON.)
+/// The transaction that makes a copy of these rules. The copy filters no packet, because its chains
+/// have no hooks. (nft 1.0.6 lists a table with the flag *dormant* as invalid JSON.)
 pub(super) fn copied(text: &str) -> String {
     let text = text.replace(&format!("table {TABLE}"), &format!("table {COPY}"));
     let lines = text.split_inclusive('\n');
@@ -112,19 +112,21 @@ fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
     text
 }
 
-/// Connections of this host to its own addresses reach no peer. One configuration with the
-/// addresses of all hosts therefore serves each of them.
+/// Leaves connections of this host to its own addresses as they are, so that one configuration with
+/// the addresses of all hosts serves each host.
 const LOCAL: &str = "\t\tfib daddr type local return\n";
 
-/// Rules for the tunnel's listeners, which follow the addresses' translation.
+/// Rules for the ports of the tunnel's listeners. They see packets that `nat_output` has redirected
+/// already.
 ///
-/// Only the tunnel's user may send a SYN from their ports: another user's program could listen
-/// there while the tunnel does not, or connect to a client of the toolstack that waits for an answer
-/// (TCP's simultaneous open). A socket without a known user is rejected too.
+/// Only root and the tunnel's user may send a SYN or SYN-ACK from these ports: another user's
+/// program could listen there while the tunnel does not, or connect to a client of the toolstack
+/// that waits for an answer (TCP's simultaneous open). Packets of sockets without a known user are
+/// dropped too.
 ///
 /// The kernel remembers the translation of a connection for some seconds after its reset, and
-/// applies it to a new connection from the same port without a look at `nat_output`. Users that may
-/// not be redirected are therefore rejected here as well.
+/// applies it to a new connection from the same port without consulting `nat_output`. Connections
+/// of users that may not be redirected are therefore rejected here as well.
 fn listeners(redirects: &[Addressed], owner: &str) -> String {
     let of = |to: &Addressed| to.listeners.values().copied().collect::<BTreeSet<u16>>();
     let all: BTreeSet<u16> = redirects.iter().flat_map(of).collect();
@@ -168,8 +170,8 @@ const SYN: &str = "tcp flags & (syn | ack) == syn";
 /// Not a drop: the toolstack's error then comes at once instead of after minutes.
 const RESET: &str = "reject with tcp reset";
 
-/// Rules for connections to the peers, one for each address family; only to those with this
-/// listener, if one is given.
+/// Rules for connections to the peers, one for each address family. If the port `at` is given, only
+/// for the peers with the listener at this port.
 fn to_peers(to: &Addressed, users: &str, verdict: &str, what: &str, at: Option<u16>) -> String {
     let Redirect { name, ports, .. } = &to.redirect;
     let mut text = String::new();

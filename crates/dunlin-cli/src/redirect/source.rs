@@ -51,7 +51,7 @@ impl Source {
 /// The user of dunlin-tunnel.service (dist/systemd/dunlin-sysusers.conf).
 const USER: &str = "dunlin-tunnel";
 
-/// The user of the tunnel without a setting: that of the unit, if it exists.
+/// The tunnel's user if `redirect_user` is not set: the unit's user if it exists, otherwise root.
 fn usual_user() -> String {
     let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     let exists = users

@@ -19,7 +19,7 @@ use crate::progress::Waiting;
 use crate::text::clean;
 use crate::vm::request::ANSWER_LIMIT;
 
-/// The channels to open.
+/// The listener to request.
 #[derive(Debug, Args)]
 pub(super) struct Wanted {
     /// The route's name in the configuration.
@@ -106,7 +106,8 @@ pub(crate) struct Set {
     json: bool,
 }
 
-/// Bytes per second; `None` for no limit. clap gives a field of the type `Option` another meaning.
+/// Bytes per second; `None` for no limit. A type of its own, because clap would make a field of the
+/// type `Option` an optional flag.
 #[derive(Clone, Copy, Debug)]
 struct Limit(Option<u64>);
 
@@ -220,7 +221,8 @@ impl Which {
         match &running[..] {
             [one] => Ok(one.clone()),
             [] => bail!(
-                "no tunnel runs here: start `dunlin tunnel run`, and give it the same --control"
+                "no tunnel runs here: start `dunlin tunnel run`; if it runs, give this command \
+                 its --control"
             ),
             several => {
                 let names = several.iter().map(|path| path.display().to_string());

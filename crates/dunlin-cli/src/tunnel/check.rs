@@ -21,8 +21,8 @@ pub(crate) struct Check {
     /// The configuration, a TOML file; see docs/reference/config.md.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
-    /// Also connect to each peer, send bytes there and back, and report the rate. The tunnel itself
-    /// may be running or not; the peers' tunnels must run.
+    /// Also connect to each peer, send bytes there and back, and report the rate. The peers'
+    /// tunnels must run; this host's tunnel need not.
     #[arg(long)]
     connect: bool,
     /// With --connect: the number of bytes for each peer, at most 1G.

@@ -41,8 +41,8 @@ pub(crate) struct Config {
     pub(crate) redirects: Vec<Redirect>,
     /// First loopback port of the listeners for redirected connections.
     pub(crate) redirect_port: u16,
-    /// The user of the tunnel, besides root, if one is given: no other may listen on the redirects'
-    /// ports.
+    /// The user of the tunnel, if given. The redirects' rules let only this user and root serve the
+    /// ports of the listeners for redirected connections.
     pub(crate) redirect_user: Option<String>,
     /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,
@@ -246,7 +246,8 @@ fn needs_no_listener(file: &File, exits: &[Exit], found: &mut Found<'_>) {
         found.add(&at, text);
     }
     if file.ipsec.is_some() {
-        let text = "[ipsec] needs listen, because each side opens its lanes: add listen";
+        let text = "[ipsec] needs listen, because peers open lanes over IPsec to this host: add \
+                    listen";
         found.add(&(0..0), text.to_owned());
     }
 }

@@ -200,8 +200,8 @@ impl ControlService {
         };
         let Some(listener) = on_demand.iter().find(matches) else {
             bail!(
-                "no open listener {listener}: `dunlin status` lists the listeners by number; \
-                 configured listeners close with their routes"
+                "no on-demand listener {listener}: `dunlin status` lists their numbers; to close a \
+                 configured listener, remove its route"
             );
         };
         listener.close();

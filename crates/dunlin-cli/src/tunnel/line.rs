@@ -76,10 +76,10 @@ pub(crate) struct RouteLine {
     pub(crate) written_bytes_per_s: f64,
 }
 
-/// The listener for redirected connections.
+/// Redirected connections that were refused, and the state of the redirects' rules.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RedirectLine {
-    /// Connections that were refused, because no route is redirected from their destination.
+    /// Connections that were refused, because their destination belongs to no redirect.
     pub(crate) refused: u64,
     pub(crate) rules: RulesLine,
 }

@@ -1,5 +1,5 @@
-//! The routes of `[redirect.NAME]`: one entrance for each address of a peer, and an exit to the same
-//! ports of this host.
+//! The routes of `[redirect.NAME]`: one entrance for each address of a peer, and an exit to the
+//! same ports of this host.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -18,8 +18,8 @@ use super::config::redirect::{Listeners, Redirect, RedirectPeer};
 use super::config::table::Port;
 use crate::log;
 
-/// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks names up
-/// between two results, and a result is valid for 30 s.
+/// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks names
+/// up between two results, and a result is valid for 30 s.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Adds the routes of the configuration's redirects. Logs a warning for each host name that cannot
@@ -70,7 +70,7 @@ pub(super) fn routes(config: &Config) -> Result<Routes> {
     Ok(routes.with_redirected(entrances, exits, relays)?)
 }
 
-/// The address at which the tunnel listens.
+/// The IP address at which the tunnel listens; all addresses if its socket was passed.
 fn ip_of(listen: &Port) -> IpAddr {
     match listen {
         Port::At(address) => address.ip(),
@@ -78,8 +78,8 @@ fn ip_of(listen: &Port) -> IpAddr {
     }
 }
 
-/// The listener of each address, and the identities that may answer there. Several names may lead to
-/// one address; the first one determines the listener, as in the rules.
+/// The listener of each address, and the identities that may answer there. Several names may lead
+/// to one address; the first one determines the listener, as in the rules.
 fn peers_by_address(
     redirect: &Redirect,
     listeners: &Listeners,

@@ -77,11 +77,11 @@ impl Reporter {
         let ends = dates.map(|one| unix(one.not_after).0).min();
         let mut report = lock(&self.report);
         report.certificate_ends_s = ends;
-        // The state is read for each report.
+        // An empty text as a placeholder: `text` reads the state for each report.
         report.rules = has_rules.then(String::new);
     }
 
-    /// Makes a report for each peer that asks.
+    /// Returns the function that makes a report for each peer that asks.
     pub(super) fn answers(&self) -> impl Fn() -> String + Send + Sync + use<> {
         let reporter = self.clone();
         move || reporter.text()
@@ -100,7 +100,6 @@ impl Reporter {
 }
 
 impl Report {
-    /// Parses a peer's report.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         serde_json::from_str(text).context("the peer's report is malformed (at fault: peer)")
     }

@@ -15,9 +15,9 @@ use tracing::{info, warn};
 use super::line::RulesLine;
 use crate::service::start;
 
-/// How often the tunnel reads the file, like `redirect watch` the rules.
+/// How often the tunnel reads the file; `redirect watch` compares the rules as often.
 const INTERVAL: Duration = Duration::from_secs(10);
-/// The age from which the file says nothing about the rules now: three intervals.
+/// The age above which the file's content is ignored: three intervals.
 const TOO_OLD_S: u64 = 30;
 
 /// The parts of `state.json` that the tunnel needs.
@@ -28,7 +28,7 @@ struct State {
     checked_unix_s: u64,
 }
 
-/// The directory of `dunlin redirect`.
+/// The path of `state.json`.
 #[derive(Clone, Debug)]
 pub(super) struct Rules(PathBuf);
 
@@ -48,13 +48,13 @@ impl Rules {
                 difference: found.difference,
             },
             Ok(Ok(found)) => unknown(format!(
-                "{} is {} s old: is dunlin-redirect-watch.service running?",
+                "{} is {} s old: start dunlin-redirect-watch.service",
                 self.0.display(),
                 now_s.saturating_sub(found.checked_unix_s)
             )),
             Ok(Err(error)) => unknown(format!("cannot parse {}: {error}", self.0.display())),
             Err(error) => unknown(format!(
-                "cannot read {}: {error}; is dunlin-redirect-watch.service running?",
+                "cannot read {}: {error}; start dunlin-redirect-watch.service",
                 self.0.display()
             )),
         }

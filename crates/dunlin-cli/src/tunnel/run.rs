@@ -124,7 +124,7 @@ impl Run {
         let address = tunnel.address().map(|address| address.to_string());
         match &address {
             Some(address) => println!("listening on {address}"),
-            None => println!("listening for no peers: this tunnel only connects"),
+            None => println!("not listening for peers: this tunnel only connects to them"),
         }
         for (route, listen) in tunnel.entrances() {
             println!("route {} listens on {listen}", clean(&route));

@@ -21,7 +21,7 @@ pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine
     })
 }
 
-/// Prints the status for people.
+/// Prints the status as text.
 pub(crate) fn show(line: &TunnelLine) {
     println!(
         "tunnel {}: process {}, for {:.0} s; peers connect to {}",

@@ -44,7 +44,8 @@ impl Stdio {
             .open(None, FileAccess::default(), (true, true))?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!(
-                "the tunnel listens on {} instead of a unix socket",
+                "the tunnel listens on {} instead of a unix socket (at fault: this side): restart \
+                 it with this version of dunlin",
                 opened.listen
             );
         };
@@ -61,7 +62,7 @@ impl Stdio {
         let took = io::copy(&mut from, &mut output);
         drop(output);
         let took = match took {
-            // The tunnel closed the channel. It reports the channel's result itself.
+            // The tunnel closed the channel. `client` receives the channel's result from it.
             Err(error) if is_channels(&error, &channel) => Ok(()),
             took => took.map(|_| ()),
         };

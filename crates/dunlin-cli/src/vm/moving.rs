@@ -121,7 +121,6 @@ impl Moving {
         story::ended(self.span.get().unwrap_or(&Span::none()), &line);
     }
 
-    /// Whether the migration has ended.
     pub(crate) fn has_ended(&self) -> bool {
         lock(&self.seen).ended.is_some()
     }

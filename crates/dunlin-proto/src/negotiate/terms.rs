@@ -7,8 +7,8 @@ use crate::wire::codec::OneOf;
 /// The versions of migrations and keying sessions that this release supports.
 pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 1 };
 
-/// The versions of the tunnel that this release supports. In version 2 the side that dialled a trunk
-/// opens the lanes of both directions, and *lane open* names the direction.
+/// The versions of the tunnel that this release supports. In version 2 the side that dialled a
+/// trunk opens the lanes of both directions, and *lane open* names the direction.
 pub const TUNNEL_VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
 
 /// Protocol versions from `min` to `max`, both included.

@@ -27,8 +27,8 @@ pub enum Arrival {
     Drop,
 }
 
-/// A piece that the caller must write to a channel's socket now. No other thread writes to that socket
-/// meanwhile.
+/// A piece that the caller must write to a channel's socket now. No other thread writes to that
+/// socket meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delivery<T> {
     /// The channel.

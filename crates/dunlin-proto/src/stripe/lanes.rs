@@ -64,7 +64,6 @@ impl<T: Clone> SendingLanes<T> {
         }
     }
 
-    /// Bytes that are kept because they are not acknowledged.
     pub(super) fn held_bytes(&self) -> u64 {
         self.held_bytes
     }
@@ -88,7 +87,6 @@ impl<T: Clone> SendingLanes<T> {
         opening.map(|(number, _)| number)
     }
 
-    /// Whether this lane is being opened.
     pub(super) fn is_opening(&self, number: u16) -> bool {
         self.opening().any(|opening| opening == number)
     }
@@ -107,7 +105,8 @@ impl<T: Clone> SendingLanes<T> {
         lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 
-    /// If the lane has to send its end, returns the number of its frames; later calls return `None`.
+    /// If the lane has to send its end, returns the number of its frames; later calls return
+    /// `None`.
     pub(super) fn end(&mut self, number: u16, now_ns: u64) -> Option<u64> {
         let lane = self.life.get_mut(number);
         let lane = lane.filter(|lane| lane.is(State::Leaving))?;
@@ -119,8 +118,8 @@ impl<T: Clone> SendingLanes<T> {
         Some(frames)
     }
 
-    /// Assigns a piece that was read from a socket to this lane. If the lane was lost, returns false,
-    /// and the next lane carries the piece.
+    /// Assigns a piece that was read from a socket to this lane. If the lane was lost, returns
+    /// false, and the next lane carries the piece.
     pub(super) fn carry(&mut self, number: u16, data: Data, token: T, now_ns: u64) -> bool {
         self.held_bytes += u64::from(data.length());
         let order = self.next_order;

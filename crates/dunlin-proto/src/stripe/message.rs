@@ -190,8 +190,8 @@ pub enum Message {
     },
     /// The sender opens and accepts no more channels; the trunk ends with its last channel.
     Drain,
-    /// Requests that the receiver opens a lane on which the sender sends. Repeated on a later control
-    /// lane until the lane is open. Version 2.
+    /// Requests that the receiver opens a lane on which the sender sends. Repeated on a later
+    /// control lane until the lane is open. Version 2.
     LaneWanted {
         /// The lane's number.
         lane: u16,

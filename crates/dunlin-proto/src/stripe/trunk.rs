@@ -103,8 +103,9 @@ struct Ended {
 ///
 /// Lanes: [`Trunk::lane_established`], [`Trunk::lane_failed`], [`Trunk::lane_over`],
 /// [`Trunk::admit`], [`Trunk::lane_ended`], [`Trunk::admitted_over`]; those that the other side
-/// opens or requests: [`Trunk::is_awaited`], [`Trunk::opened_for`], [`Trunk::not_opened`]. Control lane: [`Trunk::control_up`],
-/// [`Trunk::control_down`], [`Trunk::handle`], and [`Trunk::next_message`] until it returns `None`.
+/// opens or requests: [`Trunk::is_awaited`], [`Trunk::opened_for`], [`Trunk::not_opened`]. Control
+/// lane: [`Trunk::control_up`], [`Trunk::control_down`], [`Trunk::handle`], and
+/// [`Trunk::next_message`] until it returns `None`.
 ///
 /// After each of these calls, and at [`Trunk::due_ns`], the caller calls [`Trunk::poll`] until it
 /// returns `None`. Times are nanoseconds of the caller's clock, from any origin.
@@ -256,7 +257,8 @@ impl<T: Clone> Trunk<T> {
         (self.draining || self.peer_drains) && !left && !self.agenda.drain_due
     }
 
-    /// Raises the lane count to at least `lanes`. The caller does not exceed the other side's limit.
+    /// Raises the lane count to at least `lanes`. The caller does not exceed the other side's
+    /// limit.
     pub fn raise_lanes(&mut self, lanes: u16) {
         self.config.lanes = self.config.lanes.max(lanes.clamp(1, MAX_LANES));
     }
@@ -692,8 +694,8 @@ impl<T: Clone> Trunk<T> {
     }
 }
 
-/// After this many delivered chunks a credit is due. Otherwise the limit on unconfirmed chunks could
-/// stop a sender before its window is full.
+/// After this many delivered chunks a credit is due. Otherwise the limit on unconfirmed chunks
+/// could stop a sender before its window is full.
 const UNREPORTED_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
 
 /// How long the end of a channel without a consumer may take to arrive. The last bytes arrive on a

@@ -79,8 +79,8 @@ impl RoundTrip {
 
 /// The bytes granted to all channels of the peer beyond their minimum windows.
 ///
-/// The minimum is reserved for the largest permitted number of channels, so that a new channel never
-/// waits for a stalled channel.
+/// The minimum is reserved for the largest permitted number of channels, so that a new channel
+/// never waits for a stalled channel.
 #[derive(Clone, Debug)]
 pub(super) struct Pool {
     room: u64,
@@ -136,8 +136,8 @@ mod tests {
         assert!((12_400_000..12_900_000).contains(&window), "{window}");
     }
 
-    /// A sender that is limited by its window sends a burst of one window per round trip. The window
-    /// must grow in spite of such bursts. Otherwise it never fills a long path.
+    /// A sender that is limited by its window sends a burst of one window per round trip. The
+    /// window must grow in spite of such bursts. Otherwise it never fills a long path.
     #[test]
     fn bursts_of_a_window_per_round_trip_grow_it() {
         for round_trip_ms in [1, 10, 50, 200] {

@@ -1,9 +1,9 @@
 //! Connects to a relay's TLS server.
 //!
 //! A relay adds nothing to the bytes. If one port of the peer serves several targets
-//! ([`Target::Ports`](crate::Target::Ports)), the server name of the handshake (SNI) has the port of
-//! the target, as `port-49152.invalid`. It cannot be a host's name (RFC 6761, section 6.4), and any
-//! TLS server that selects by SNI can serve such connections.
+//! ([`Target::Ports`](crate::Target::Ports)), the server name of the handshake (SNI) contains the
+//! port of the target, as in `port-49152.invalid`. No host can have this name (RFC 6761, section
+//! 6.4), and any TLS server that selects by SNI can serve such connections.
 
 use std::time::Instant;
 

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - `port`: accepts TLS clients, one port per route.
-//! - `dial`: connects to a TLS server; which port of the peer a connection asks for.
+//! - `dial`: connects to a TLS server, and converts a target's port to a server name and back.
 //! - this file: queues of connections that wait for the second connection of their channel. Each
 //!   entrance and each port has one queue. The members of a queue are connected one after the
 //!   other, so that they arrive in the order of acceptance.

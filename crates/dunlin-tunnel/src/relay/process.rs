@@ -16,8 +16,8 @@ use crate::failure::Failure;
 use dunlin_lane::record::RECEIVED_RECORD_BYTES;
 use dunlin_lane::sync::lock;
 
-/// Bytes that are sealed and sent in one piece, or received in one piece. Each piece wakes a thread,
-/// so larger pieces cost less CPU: docs/benchmarking/tried.md has the figures.
+/// Bytes that are sealed and sent in one piece, or received in one piece. Each piece wakes a
+/// thread, so larger pieces cost less CPU: docs/benchmarking/tried.md has the figures.
 ///
 /// Drawback: a busy direction has two buffers of this size, one for the bytes and one for their
 /// records.

@@ -1,6 +1,6 @@
 //! The channels of all relays, and one thread that watches them. It detects vanished peers, and
-//! resets of connections that no thread reads or writes. It also returns to the kernel the buffers of
-//! channels that have become idle or have ended.
+//! resets of connections that no thread reads or writes. It also returns to the kernel the buffers
+//! of channels that have become idle or have ended.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -88,8 +88,9 @@ impl Watch {
         let mut any = false;
         // Whether a channel may have freed buffers since the last check.
         let mut has_freed = false;
-        // The channels with a peer that was silent at the last check. One check is not enough: after a
-        // long silence of both sides, data that was sent just before the check seems to be overdue.
+        // The channels with a peer that was silent at the last check. One check is not enough:
+        // after a long silence of both sides, data that was sent just before the check seems to be
+        // overdue.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = has_freed.then(|| look.saturating_duration_since(Instant::now()));

@@ -8,8 +8,8 @@ use super::apt::{mirror, output};
 use super::{DebianError, at};
 use crate::cache;
 
-/// Returns the root of a Debian of `release` with the packages `names`, and makes it with debootstrap
-/// if it is not in the cache. Do not write into it: mount another file system over it.
+/// Returns the root of a Debian of `release` with the packages `names`, and makes it with
+/// debootstrap if it is not in the cache. Do not write into it: mount another file system over it.
 ///
 /// # Errors
 /// There is no network, debootstrap is missing, or this process is not root; see [`DebianError`].

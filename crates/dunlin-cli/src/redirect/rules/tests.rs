@@ -62,7 +62,7 @@ fn the_digest_covers_what_the_rules_depend_on_and_no_more() {
         assert_ne!(changed, CONFIG, "{good}");
         assert_ne!(made(&changed).digest, digest, "{other}");
     }
-    // These concern only the tunnel, which reads them by itself.
+    // The rules depend neither on lanes nor on the peers' names.
     let same = CONFIG.replacen("users = [\"0\"]", "lanes = 9\nusers = [\"0\"]", 1);
     assert_eq!(made(&same).digest, digest);
     let same = CONFIG.replacen("c.example", "d.example", 1);
@@ -88,7 +88,7 @@ fn two_peers_with_one_address_need_one_identity() {
     let same = text.replace("c.example", "b.example");
     let config = Config::parse(Path::new("t.toml"), &same).unwrap();
     assert!(addressed(config.redirects, 18301).is_ok());
-    // Only the lookup shows that the name is a peer of plain_from.
+    // Only the lookup shows that `localhost` has the address in plain_from.
     let plain = same.replace("\"192.0.2.9\"", "\"127.0.0.1\"").replace(
         "[redirect.pve]\nports = \"60000\"\npeers = { \"127.0.0.1\"",
         "[redirect.pve]\nports = \"60000\"\npeers = { \"192.0.2.2\"",

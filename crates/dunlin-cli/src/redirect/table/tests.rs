@@ -1,4 +1,4 @@
-//! Tests of lists of the table.
+//! Tests of the table as nft lists it.
 #![allow(clippy::unwrap_used)]
 
 use serde_json::json;

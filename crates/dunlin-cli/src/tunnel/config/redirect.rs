@@ -17,12 +17,13 @@ use super::table::{Found, LanesKey, Port, at};
 /// Default port of the peers' tunnels: outside the ports of toolstacks, and below the ephemeral
 /// ports (32768 and above), which any program may hold.
 pub(crate) const PEER_PORT: u16 = 18300;
-/// Default port of the listener for redirected connections.
+/// Default for the first port of the listeners for redirected connections.
 const REDIRECT_PORT: u16 = 18301;
-/// The longest name: rules have comments of at most 128 bytes, which contain it.
+/// The longest name of a redirect. The rules' comments contain the name, and nftables limits a
+/// comment to 128 bytes.
 const LONGEST_NAME: usize = 64;
-/// The largest number of ports in a redirect. Toolstacks use at most 64; each port is one that no
-/// other program of the host can serve.
+/// The largest number of ports in a redirect. Toolstacks use at most 64, and other programs of this
+/// host cannot serve clients on a redirect's ports.
 const MOST_PORTS: u16 = 1024;
 /// The largest number of hosts in the peers of all redirects. Each has a listener and a trunk.
 const MOST_PEERS: usize = 256;
@@ -44,7 +45,7 @@ pub(crate) struct Redirect {
     pub(crate) plain: Option<Plain>,
     /// Port of the peers' tunnels.
     pub(crate) peer_port: u16,
-    /// Port of the peers' tunnels, and of this one, for relays.
+    /// Port at which this tunnel and the peers' tunnels accept relays.
     pub(crate) relay_port: Option<u16>,
     pub(crate) lanes: u16,
     pub(crate) window_bytes: u64,
@@ -118,7 +119,7 @@ pub(super) struct RedirectTable {
     plain_until: Option<Spanned<String>>,
 }
 
-/// The port of the listener for redirected connections.
+/// The first port of the listeners for redirected connections.
 pub(super) fn port(port: &Option<Spanned<u64>>, found: &mut Found<'_>) -> u16 {
     found.count("redirect_port", port, REDIRECT_PORT, u64::from(u16::MAX))
 }
@@ -183,7 +184,7 @@ fn check_one(
     })
 }
 
-/// What else of the configuration a redirect could collide with.
+/// The other settings with which a redirect could collide.
 pub(super) struct Others<'a> {
     pub(super) listen: Option<&'a Port>,
     pub(super) redirect_port: u16,
@@ -193,8 +194,9 @@ pub(super) struct Others<'a> {
     pub(super) relays: &'a [RelayExit],
 }
 
-/// Reports overlapping ports, and ports of the tunnel within a redirect: the rules would reject the
-/// tunnel's peers, or lead its own connections back to it.
+/// Reports redirects with overlapping ports, and ports of the tunnel within a redirect. With the
+/// latter, the redirect's rules would reject the tunnel's peers, or lead the tunnel's own
+/// connections back to it.
 fn check_together(
     redirects: &[Redirect],
     tables: &BTreeMap<String, Spanned<RedirectTable>>,
@@ -398,12 +400,14 @@ fn parse_host(text: &str) -> Result<String, String> {
     ))
 }
 
-/// An address that a host can have. An IPv4 address within IPv6 becomes an IPv4 address, because
-/// its packets are of IPv4.
+/// An address that a host can have. An IPv4-mapped IPv6 address becomes the IPv4 address, because
+/// its packets are IPv4 packets.
 fn usable(address: IpAddr) -> Result<IpAddr, String> {
     let address = address.to_canonical();
     if address.is_unspecified() || address.is_multicast() {
-        return Err(format!("{address} is not the address of one host"));
+        return Err(format!(
+            "{address} is not the address of one host: write one, such as 192.0.2.2 or 2001:db8::2"
+        ));
     }
     Ok(address)
 }
@@ -411,8 +415,8 @@ fn usable(address: IpAddr) -> Result<IpAddr, String> {
 fn users(name: &str, list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Vec<String> {
     if list.get_ref().is_empty() {
         let text = format!(
-            "redirect {name}: an empty list redirects no connection: name the toolstack's users, \
-             such as [\"root\", \"libvirt-qemu\"]"
+            "redirect {name}: users is empty, so no connection would be redirected: name the \
+             toolstack's users, such as [\"root\", \"libvirt-qemu\"]"
         );
         found.add(&list.span(), text);
     }
@@ -469,7 +473,9 @@ fn plain(
         if let Some(at) = at(&table.plain_until) {
             found.add(
                 &at,
-                format!("redirect {name}: plain_until needs plain_from"),
+                format!(
+                    "redirect {name}: plain_until needs plain_from: add it, or remove plain_until"
+                ),
             );
         }
         return None;
@@ -575,7 +581,6 @@ impl Plain {
     }
 }
 
-/// Today's date in UTC.
 pub(crate) fn today() -> Date {
     OffsetDateTime::now_utc().date()
 }

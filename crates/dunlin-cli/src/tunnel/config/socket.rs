@@ -6,8 +6,8 @@ use toml::Spanned;
 
 use super::table::{Found, RouteTable, at};
 
-/// The keys of a route's table. They apply to the socket of `listen`, and to the sockets that
-/// `tunnel open` makes for the route.
+/// Checks `socket_owner`, `socket_group` and `socket_mode` of a route. They apply to the socket of
+/// `listen`, and to the sockets that `tunnel open` makes for the route.
 pub(super) fn check(
     name: &str,
     table: &RouteTable,
@@ -54,7 +54,9 @@ fn parse_account(
     if let Ok(number) = text.parse::<u32>() {
         // chown(2) takes the largest number for "unchanged".
         return match number {
-            u32::MAX => Err(format!("{kind} number {text} out of range")),
+            u32::MAX => Err(format!(
+                "{kind} number {text} out of range (0 to 4294967294)"
+            )),
             number => Ok(number),
         };
     }

@@ -121,7 +121,7 @@ impl Found<'_> {
         parsed.unwrap_or(usual)
     }
 
-    /// The number of lanes of a route. Without the key it is `"auto"`.
+    /// A number of lanes. Without the key, `"auto"` applies.
     pub(super) fn lanes(&mut self, key: &Option<Spanned<LanesKey>>) -> u16 {
         let given = key.as_ref().and_then(|key| {
             self.parsed(key, |lanes| match lanes {

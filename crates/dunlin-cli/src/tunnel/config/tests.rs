@@ -64,7 +64,7 @@ fn a_good_file_is_parsed() {
     }
 }
 
-/// Each case replaces one line of the good file, and checks the line and the remedy in the report.
+/// Each case replaces a part of the good file, and checks the line and the remedy in the report.
 #[test]
 fn every_mistake_is_reported_with_its_line_and_remedy() {
     for (good, bad, line, word) in [

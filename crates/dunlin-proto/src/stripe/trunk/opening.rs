@@ -6,9 +6,9 @@
 //! otherwise a lane could have read bytes without having reported them. If a lane is reading, it
 //! finishes first.
 //!
-//! An earlier channel delays no other channel if its consumer does not read and the consumer's socket
-//! is full. Without a tunnel, the consumer could not have received more either. It may even be
-//! waiting for the new connection, which would otherwise wait for the consumer.
+//! An earlier channel delays no other channel if its consumer does not read and the consumer's
+//! socket is full. Without a tunnel, the consumer could not have received more either. It may even
+//! be waiting for the new connection, which would otherwise wait for the consumer.
 
 use std::collections::BTreeSet;
 
@@ -89,7 +89,8 @@ impl<T: Clone> Trunk<T> {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // A lane has started to read since the request. The count is requested again after the read.
+        // A lane has started to read since the request. The count is requested again after the
+        // read.
         if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
             return;
         }

@@ -29,7 +29,7 @@ const REPORTS_FROM_VERSION: u16 = 2;
 
 impl<T: Clone> Trunk<T> {
     /// Whether this side has requested the lane, and it has not come yet. If not, the caller closes
-    /// the lane's connection before it takes memory for it.
+    /// the lane's connection before it allocates memory for the lane.
     #[must_use]
     pub fn is_awaited(&self, lane: u16) -> bool {
         self.asks() && !self.is_over() && self.lanes.is_opening(lane)

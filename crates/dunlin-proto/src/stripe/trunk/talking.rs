@@ -338,8 +338,8 @@ impl<T: Clone> Trunk<T> {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
-            // The consumer may leave bytes unread only if this side has read its hypervisor's stream
-            // to the end. Otherwise the channel is broken.
+            // The consumer may leave bytes unread only if this side has read its hypervisor's
+            // stream to the end. Otherwise the channel is broken.
             let fault = match fault {
                 FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
                     FaultCode::ChannelBroken

@@ -383,8 +383,8 @@ fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     assert_eq!(pair.did(0), [abort(channel, broken, true)]);
 }
 
-/// A consumer may close its connection while a thread writes to it. The unread bytes are counted after
-/// the write.
+/// A consumer may close its connection while a thread writes to it. The unread bytes are counted
+/// after the write.
 #[test]
 fn unread_bytes_are_judged_when_no_thread_writes() {
     for (written, fault) in [

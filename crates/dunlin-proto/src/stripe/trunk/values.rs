@@ -162,19 +162,21 @@ pub enum Action {
     GiveUp(FaultCode),
 }
 
-/// The state of a channel with a consumer that closed its connection before it had read everything.
+/// The state of a channel after the hypervisor at this end closed its connection before the channel
+/// had ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     /// The channel is over. The other side had ended its direction, and at most
     /// [`crate::limits::MAX_UNREAD_BYTES`] were unread. The other side receives
     /// [`FaultCode::LeftUnread`].
     Unread,
-    /// The channel will be aborted, but the fault code is not known yet. Either few bytes are unread
-    /// and the channel's end may still arrive, or another thread is writing and will report how much
-    /// is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
+    /// The channel will be aborted, but the fault code is not known yet. Either few bytes are
+    /// unread and the channel's end may still arrive, or another thread is writing and will report
+    /// how much is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
     /// [`FaultCode::ChannelBroken`]. Until then the caller writes nothing.
     Waits,
-    /// The channel is aborted, because too many bytes were unread.
+    /// The channel is aborted, because too many bytes were unread or this side opened the channel;
+    /// or the channel no longer exists.
     Broken,
 }
 

@@ -97,7 +97,7 @@ fn a_relay_has_a_port_of_its_own_and_a_rate() {
     }
 }
 
-/// The host connects to its peers and accepts none.
+/// Without `listen`, the host connects to its peers and accepts no connections from them.
 #[test]
 fn a_redirect_needs_no_listen() {
     let text = until(GOOD, 1).replacen("listen = \"0.0.0.0:18300\"\n", "", 1);
@@ -117,7 +117,7 @@ fn a_redirect_needs_no_listen() {
     }
 }
 
-/// If the date were a mistake, a host that boots after it would have no rules at all.
+/// If a past date were an error, a host that boots after that day would have no rules at all.
 #[test]
 fn a_past_date_is_valid_and_is_over() {
     let config = Config::parse(Path::new("t.toml"), &until(GOOD, -1)).unwrap();
