@@ -86,8 +86,8 @@ pub(crate) fn allows_owner(access: &FileAccess) -> Result<()> {
     match OWNERS.get() {
         Some(allowed) if access.changes_owner() && !allowed.iter().any(is_same) => bail!(
             "this tunnel is confined, and gives sockets only to the owners and groups that its \
-             configuration had when it started (at fault: configuration): set socket_owner and \
-             socket_group of a route to the same values, and restart the tunnel"
+             configuration had when it started (at fault: configuration): give a route this \
+             owner and group (socket_owner, socket_group), and restart the tunnel"
         ),
         _ => Ok(()),
     }

@@ -217,8 +217,8 @@ fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, O
         (Some(GuestKind::Process), _) => Ok((GuestKind::Process, None)),
         (_, Ok(())) => Ok((GuestKind::Kvm, None)),
         (Some(GuestKind::Kvm), Err(error)) => Err(error).context(
-            "a KVM guest needs /dev/kvm: load the kvm module, and run as root or in the group kvm; \
-             or omit --guest",
+            "cannot use /dev/kvm, which a KVM guest needs: load the kvm module, and run as root or \
+             in the group kvm; or omit --guest",
         ),
         (None, Err(error)) => {
             let text = format!(

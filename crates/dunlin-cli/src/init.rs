@@ -225,7 +225,7 @@ fn labels(hosts: &[String]) -> Result<Vec<String>> {
     let long: Vec<_> = hosts.iter().map(|host| plain(host)).collect();
     ensure!(
         differ(&long),
-        "two hosts have the same name, or differ only in `.` and `-`: name each host once"
+        "two hosts have the same name, or differ only in `.`, `:` and `-`: name each host once"
     );
     Ok(if differ(&short) { short } else { long })
 }

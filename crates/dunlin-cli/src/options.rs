@@ -378,7 +378,7 @@ impl FromStr for LaneCount {
         match text.parse() {
             Ok(lanes @ 1..=128) => Ok(Self(Some(lanes))),
             _ if text == "auto" => Ok(Self(None)),
-            _ => Err(format!("lanes {text} out of range: give 1 to 128, or auto")),
+            _ => Err(format!("invalid lane count {text}: give 1 to 128, or auto")),
         }
     }
 }
@@ -386,7 +386,7 @@ impl FromStr for LaneCount {
 /// Parses a limit in bytes per second; 0 is rejected, because no byte would ever arrive.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
-        0 => Err("rate 0 out of range: omit the flag for no limit".into()),
+        0 => Err("rate 0 out of range (1 or more)".into()),
         rate => Ok(rate),
     }
 }

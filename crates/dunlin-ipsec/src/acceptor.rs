@@ -294,7 +294,7 @@ impl Site {
         let peer = control.peer().principal();
         let theirs = held.iter().filter(|one| one.identity.is(&peer));
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
-            let text = "this side has reached its maximum number of sessions";
+            let text = "limit of sessions reached, in all or with one peer";
             return Err(refuse(FaultCode::Busy, text));
         }
         Ok((offer.session, selection))

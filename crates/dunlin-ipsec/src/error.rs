@@ -182,8 +182,8 @@ pub enum IpsecError {
     },
     /// The peer requests ports outside the range that this side allows.
     #[error(
-        "the peer requests ports {asked}, but only ports {allowed} are allowed: request ports among \
-         these, or allow other ports"
+        "ports {asked} requested, but only ports {allowed} are allowed: request ports among these, or \
+         allow other ports"
     )]
     PortsNotAllowed {
         /// The requested ports.
@@ -200,8 +200,8 @@ pub enum IpsecError {
     /// A message of the peer cannot be decoded.
     #[error("malformed message from peer")]
     Malformed(#[from] DecodeError),
-    /// The peer sent a message out of order.
-    #[error("protocol violation by the peer: {0}")]
+    /// This side cannot accept a message of the peer.
+    #[error("unacceptable message from peer: {0}")]
     Breach(String),
     /// A value of this side does not fit a message.
     #[error("message cannot be encoded")]

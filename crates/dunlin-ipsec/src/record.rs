@@ -73,7 +73,7 @@ impl RecordDirectory {
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .map_err(failed("made"))?;
+            .map_err(failed("created"))?;
         let found = directory.metadata().map_err(failed("read"))?;
         let (mode, owner) = (found.mode() & 0o777, found.uid());
         if mode & 0o022 != 0 || owner != own_user() {
@@ -459,7 +459,7 @@ fn io_error(what: &'static str, path: &Path) -> impl Fn(io::Error) -> IpsecError
 /// Creates and locks the file of a record.
 fn make(path: &Path, options: &mut OpenOptions) -> Result<File, IpsecError> {
     let file = options.read(true).mode(0o600).open(path);
-    let file = file.map_err(io_error("made", path))?;
+    let file = file.map_err(io_error("created", path))?;
     let locked = file.try_lock().map_err(io::Error::from);
     locked.map_err(io_error("locked", path))?;
     Ok(file)

@@ -174,7 +174,7 @@ pub enum ConfigError {
     Vcpus(u8),
     /// The working set is larger than the memory after the first 4 MiB, where the workload's pages
     /// start.
-    #[error("working set of {set} bytes exceeds the workload's {room} bytes")]
+    #[error("working set of {set} bytes exceeds the {room} bytes of memory after the first 4 MiB")]
     WorkingSet {
         /// The configured size, in bytes.
         set: u64,

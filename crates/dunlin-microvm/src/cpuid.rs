@@ -96,7 +96,7 @@ impl Table {
                 String::from_utf8_lossy(&bytes).into_owned()
             };
             let (here, there) = (name(host), name(self));
-            return Some(format!("CPU vendor {there}, while this host has {here}"));
+            return Some(format!("CPU vendor {there}, while the host has {here}"));
         }
         let missing: Vec<String> = WORDS
             .iter()

@@ -55,8 +55,8 @@ pub enum DescribeError {
     Config(#[from] ConfigError),
     /// The TSC rates of the guest and this host differ.
     #[error(
-        "this host's TSC runs at {host_khz} kHz, not at the guest's {guest_khz} kHz, and this CPU \
-         cannot scale the TSC: choose a host with the guest's TSC rate"
+        "the destination's TSC runs at {host_khz} kHz, not at the guest's {guest_khz} kHz, and its \
+         CPU cannot scale the TSC: choose a host with the guest's TSC rate"
     )]
     TscRate {
         /// The guest's TSC rate in kHz.
@@ -66,7 +66,8 @@ pub enum DescribeError {
     },
     /// This host's CPU lacks features that the guest uses.
     #[error(
-        "this host's CPU lacks features of the guest: {0}; choose a host with a CPU like the source's"
+        "the destination's CPU lacks features of the guest: {0}; choose a host with a CPU like the \
+         source's"
     )]
     Cpuid(String),
     /// This host's KVM cannot be queried.

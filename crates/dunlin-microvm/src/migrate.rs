@@ -266,7 +266,8 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
         fault: FaultCode::DescriptionRefused,
         text: format!(
             "the source's memory has regions of {theirs:?} bytes, but the machine that it \
-             describes has {ours:?} here: run the same release of the VMM on both hosts"
+             describes has {ours:?} at the destination: run the same release of the VMM on both \
+             hosts"
         ),
     })
 }
@@ -286,9 +287,9 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
     Err(Refusal {
         fault: FaultCode::NoMemory,
         text: format!(
-            "the VM has {memory_bytes} bytes of memory, but this process is limited to {} ({}, \
-             with {swap_bytes} bytes of swap): raise that limit, because the kernel would kill \
-             this process",
+            "the VM has {memory_bytes} bytes of memory, but the destination's process is limited \
+             to {} ({}, with {swap_bytes} bytes of swap): raise that limit, because the kernel \
+             would kill the process",
             limit.bytes,
             limit.file.display()
         ),

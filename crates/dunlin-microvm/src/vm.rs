@@ -69,14 +69,14 @@ pub enum CreateError {
     #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
     /// This host cannot run the machine.
-    #[error("this host cannot run the machine")]
+    #[error("the destination cannot run the machine")]
     Describe(#[from] DescribeError),
     /// The machine's memory could not be allocated.
     #[error("cannot allocate the machine's memory")]
     Memory(#[from] MappingError),
     /// This process cannot use KVM.
     #[error(
-        "cannot open /dev/kvm, so this host cannot run a KVM guest: load the kvm module, \
+        "cannot open /dev/kvm, which a KVM guest needs: load the kvm module, \
          and run as root or in the group kvm"
     )]
     NoKvm(#[source] io::Error),

@@ -133,7 +133,7 @@ faults! {
         "Upgrade the side that lacks the feature, or do not require it.";
     /// The two sides do not agree on the lane security (I6).
     SecurityNotAgreed = 3, "security-not-agreed", Configuration,
-        "Use TLS lanes, or allow plain lanes on both sides.";
+        "Use TLS lanes, or allow plain lanes or set up IPsec on both sides.";
     /// The peer is authenticated but not authorised.
     Unauthorised = 4, "unauthorised", Configuration,
         "Give both hosts certificates from the same authority, and authorise the peer's name on the other side; replace a revoked or denied certificate.";
@@ -196,13 +196,13 @@ faults! {
         "Check the cause: it names what that host's kernel lacks or forbids, such as a module, a limit or a filter of system calls.";
     /// The journal could not be written or read.
     Journal = 24, "journal", Local,
-        "Free space on the journal's file system, and check the disk.";
+        "Check the cause: it names what is in the way, such as a full disk, a permission, another process or an undecided session.";
     /// The memory layout changed during the migration, for example by hot-plug.
     LayoutChanged = 25, "layout-changed", Local,
         "Do not plug memory while a VM migrates; then migrate again.";
     /// The destination is receiving another VM.
     Busy = 26, "busy", Configuration,
-        "Wait for the other migration to end, or start another receiver.";
+        "Wait for other migrations to end; otherwise start another receiver, or raise the limit that the text names.";
     /// The process or its host has reached the limit of open files.
     DescriptorLimit = 27, "descriptor-limit", Local,
         "Raise the limit of open files there (`ulimit -n`, LimitNOFILE= of a service, fs.file-max), or use fewer lanes.";
@@ -247,7 +247,7 @@ faults! {
         "End the process that listens at that path, or create the directory again; the listener returns within a second after that.";
     /// The unix socket of a target was replaced while channels were connected to the earlier one.
     TargetReplaced = 40, "target-replaced", Configuration,
-        "Give each VM a socket of its own: write {vm} into the target's path, and open a listener for each migration with `tunnel open --param vm=NAME`; or migrate one VM after the other.";
+        "Give each VM a socket of its own: write {vm} into the target's path, and open a listener for each migration; or migrate one VM after the other.";
 }
 
 impl fmt::Display for FaultCode {

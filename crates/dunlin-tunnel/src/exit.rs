@@ -65,7 +65,7 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
             return Ok((stream.counted(count), WINDOW_BYTES));
         }
         let text = format!(
-            "unknown route {:?}: no target on this side",
+            "unknown route {:?}: no target on the accepting side",
             harmless(route)
         );
         return Err(Failure::new(FaultCode::UnknownRoute, text));

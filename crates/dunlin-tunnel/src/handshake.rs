@@ -149,7 +149,7 @@ impl<'a> Selected<'a> {
     /// The peer is not the peer of the trunk.
     pub(super) fn resumed(self, terms: &Terms) -> Result<ControlStream, Failure> {
         if !terms.is_the_peer(self.control.peer()) {
-            let text = "another peer answers at this address";
+            let text = "the peer's address answers with another identity";
             return Err(Failure::new(FaultCode::UnknownSession, text));
         }
         Ok(self.control)

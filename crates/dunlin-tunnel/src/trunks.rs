@@ -393,11 +393,11 @@ impl Trunks {
             Err(Failure::new(FaultCode::Busy, text))
         };
         if trunks.len() >= self.site.limits.trunks {
-            return full(trunks.len(), "in this tunnel");
+            return full(trunks.len(), "in one tunnel");
         }
         let theirs = trunks.values();
         match theirs.filter(|hub| hub.terms.is_the_peer(peer)).count() {
-            OF_ONE_PEER.. => full(OF_ONE_PEER, "with this peer"),
+            OF_ONE_PEER.. => full(OF_ONE_PEER, "with one peer"),
             _ => Ok(()),
         }
     }

@@ -173,7 +173,7 @@ pub enum Violation {
         what: String,
     },
     /// A method failed that should have succeeded.
-    #[error("{method} failed, so that later steps cannot be tested")]
+    #[error("{method} failed, so later steps cannot be tested")]
     Failed {
         /// The method, such as `SourceVm::pause`.
         method: &'static str,

@@ -197,7 +197,8 @@ impl Accept {
         let tls = identity.handoff_server(offer, clients);
         Ok(match self.cert {
             Some(_) if !self.peers.is_empty() => tls.context(
-                "--cert has no authorities for --peer: use --identity, or specify a pin",
+                "cannot check clients by --peer: names need the authorities of --identity; with \
+                 --cert, specify a pin",
             )?,
             _ => tls?,
         })

@@ -69,7 +69,7 @@ impl Disable {
                 remove.push("--force");
             }
             if !dunlin(&remove, None, Some(&self.state))?.status.success() {
-                bail!("the rules stay in force, and nothing was changed; the reason is above");
+                bail!("the rules cannot be removed, and nothing was changed; the reason is above");
             }
             let what = "removed: migrations are in the clear from now on";
             self.report.step("rules", what);
@@ -105,7 +105,7 @@ impl Disable {
             let live = reserved::live()?;
             let mut setting = live.clone();
             for ports in &record.ports {
-                let ports = ports.parse().context("the record's ports")?;
+                let ports = ports.parse().context("cannot parse libvirt.json")?;
                 setting = reserved::without(&setting, ports, &record.reserved_before);
             }
             if setting != live {

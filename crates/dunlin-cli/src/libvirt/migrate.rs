@@ -110,7 +110,7 @@ impl Migrate {
         let found = virsh.output().context(NO_VIRSH)?;
         ensure!(
             found.status.success(),
-            "this host's libvirt has no VM {}",
+            "virsh does not find VM {} on this host; the reason is above",
             clean(&self.vm)
         );
         Ok(String::from_utf8_lossy(&found.stdout).trim().to_owned())

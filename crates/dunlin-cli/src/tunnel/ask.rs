@@ -221,8 +221,8 @@ impl Which {
         match &running[..] {
             [one] => Ok(one.clone()),
             [] => bail!(
-                "no tunnel runs here: start `dunlin tunnel run`; if it runs, give this command \
-                 its --control"
+                "no tunnel runs here, or this user has no access to its control socket: start \
+                 `dunlin tunnel run` with the same --control, or run this command as the tunnel's user"
             ),
             several => {
                 let names = several.iter().map(|path| path.display().to_string());

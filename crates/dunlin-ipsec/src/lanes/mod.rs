@@ -118,7 +118,7 @@ pub enum NotProtected {
     #[error("cannot query or duplicate the connection of the lane: {0}")]
     Socket(#[from] io::Error),
     /// The source port of the lane does not belong to a session with this peer.
-    #[error("source {from} is not a port of a keying session with this peer")]
+    #[error("no keying session with this peer protects the lane's source port ({from})")]
     NoSession {
         /// The source address of the lane.
         from: SocketAddr,

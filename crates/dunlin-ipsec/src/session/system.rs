@@ -71,7 +71,7 @@ fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
 
 pub(crate) fn random<const N: usize>() -> Result<[u8; N], IpsecError> {
     let mut bytes = [0; N];
-    dunlin_linux::random::fill(&mut bytes).map_err(IpsecError::resources("random numbers"))?;
+    dunlin_linux::random::fill(&mut bytes).map_err(IpsecError::resources("randomness"))?;
     Ok(bytes)
 }
 

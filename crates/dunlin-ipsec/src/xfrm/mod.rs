@@ -111,7 +111,7 @@ impl Xfrm {
     /// [`Error::Differs`] names the field that differs, for instance the CPU, which kernels without
     /// per-CPU SAs ignore. All other errors are those of [`Xfrm::state`].
     pub fn verify(&self, state: &State) -> Result<(), Error> {
-        let mut differs = Some("the SA is missing");
+        let mut differs = Some("that it is missing");
         self.read_state(&state.id, |body| {
             differs = match decode::state(body)? {
                 None => Some("the protocol"),

@@ -168,7 +168,7 @@ pub enum DialError {
     #[error(transparent)]
     Send(#[from] SendError),
     /// A dialer that protects lanes below TCP failed.
-    #[error("cannot open a lane protected below TCP to {endpoint}")]
+    #[error("cannot open a lane over IPsec to {endpoint}")]
     Sealed {
         /// Host and port.
         endpoint: String,

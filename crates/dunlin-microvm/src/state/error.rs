@@ -89,8 +89,8 @@ pub enum LoadError {
     /// KVM on this host cannot offset the guest's TSC, and without an offset the TSC would go
     /// backwards.
     #[error(
-        "this KVM cannot offset the TSC, and the TSC of vCPU {instance} would go back by {by} ticks: \
-         choose another host"
+        "the destination's KVM cannot offset the TSC, and the TSC of vCPU {instance} would go back \
+         by {by} ticks: choose another host"
     )]
     TscWouldGoBack {
         /// The vCPU's number.

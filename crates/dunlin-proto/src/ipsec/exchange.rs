@@ -297,7 +297,7 @@ impl Exchange {
                 }
                 if (own.own, own.other) != (peers.other, peers.own) {
                     let text = format!(
-                        "this side has address {} and the peer sees {}; the peer has address {} and this side sees {}",
+                        "the connecting side has address {} and the accepting side sees {}; the accepting side has address {} and the connecting side sees {}",
                         own.own, peers.other, peers.own, own.other
                     );
                     return Err(Breach(FaultCode::AddressTranslated, text));
@@ -306,7 +306,7 @@ impl Exchange {
             }
             Own::Responder { sas_max, udp } => {
                 if peers.udp.is_some() && udp.is_none() {
-                    let text = "ESP in UDP requested, but this side has no port for it";
+                    let text = "ESP in UDP requested, but the accepting side has no port for it";
                     return Err(Breach(FaultCode::FeatureMissing, text.to_owned()));
                 }
                 Terms {

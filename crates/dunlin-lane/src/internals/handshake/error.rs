@@ -60,7 +60,7 @@ pub enum HandshakeError {
     PeerAlert(Alert),
     /// The peer presented no certificate.
     #[error(
-        "the peer presented no certificate: lanes authenticate both sides; configure a certificate on the peer"
+        "the peer presented no certificate, but both sides must authenticate: configure a certificate on the peer"
     )]
     NoCertificate,
     /// No trusted authority issued the peer's certificate.

@@ -33,7 +33,7 @@ use super::refusal::refuse;
 /// authenticated peer. A new inquiry displaces the oldest (invariant I7).
 const ANSWERS_LIMIT: usize = 8;
 
-const NOT_THE_PEER: &str = "not the peer of this session";
+const NOT_THE_PEER: &str = "the session's source has another identity";
 
 /// What the offer on an inquiry's control lane may ask for: every feature and every security,
 /// because no data lane follows.
@@ -229,7 +229,7 @@ fn answer_on(
                 (_, message) => Err(Fault::new(
                     FaultCode::UnknownSession,
                     format!(
-                        "unexpected {}: the session has already ended on this side",
+                        "unexpected {}: the session has already ended at the destination",
                         message.kind().name()
                     ),
                 )),
@@ -364,7 +364,7 @@ impl Answering {
         let same = Arc::clone(&held);
         let mut answers = Answers::new(host, &journal, Some(Arc::clone(&held)));
         let body = move || {
-            let text = "this process has already received a VM";
+            let text = "the destination's process has already received a VM";
             // If the listener fails, inquiries stay unanswered and the source stays in
             // doubt.
             let _ = answers.serve(&listener, &tls, &stopped, text);
@@ -419,7 +419,7 @@ pub(super) fn answer(
     const FAILED: &str = "cannot answer inquiries";
     let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
     let _listening = cancel.listen(move || wake.wake());
-    let text = "this host is not receiving a VM";
+    let text = "the destination is not receiving a VM";
     Answers::new(host, journal, None)
         .serve(listener, tls, &stopped, text)
         .or_fault(FaultCode::Kernel, FAILED)

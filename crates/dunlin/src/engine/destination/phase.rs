@@ -36,7 +36,7 @@ pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<(), Faul
     let attempt = &mut phase.arriving().attempt;
     let (state, actions) = attempt.state.on(event).or_fault(
         FaultCode::Malformed,
-        "the peer violated the order of the switchover",
+        "the source violated the order of the switchover",
     )?;
     attempt.state = state;
     if let Destination::Acquiring { run } = state {

@@ -165,7 +165,7 @@ impl<'a> Running<'a> {
                 }
                 Some(SessionEvent::Cancelled) => take(self, On::Cancelled)?,
                 Some(_) => {}
-                None => return Err(Fault::new(FaultCode::ControlLost, "no release arrived")),
+                None => return Err(Fault::new(FaultCode::ControlLost, "timeout")),
             }
         }
     }

@@ -90,7 +90,7 @@ impl Arriving<'_> {
         };
         let ours = &self.control.terms.offer;
         if !self.is_with(stream.peer()) {
-            let text = "not the peer of this session";
+            let text = "the session's source has another identity";
             return Err(refusal(FaultCode::WrongIdentity, text));
         }
         if offer.attempt != ours.attempt || offer.epoch <= ours.epoch {

@@ -157,7 +157,7 @@ impl<'a> Session<'a> {
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => {
-                Err(Fault::new(FaultCode::Internal, "every thread has ended"))
+                Err(Fault::new(FaultCode::Internal, "no session thread runs"))
             }
         }
     }

@@ -115,7 +115,7 @@ impl Directory {
                 may_follow(before.as_ref(), record, &held.path)?;
                 Ok(held)
             }
-            Err(source) => Err(io_error("made", &path)(source)),
+            Err(source) => Err(io_error("created", &path)(source)),
         }
     }
 

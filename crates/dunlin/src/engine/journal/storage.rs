@@ -50,7 +50,7 @@ impl Journal {
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .map_err(failed("made"))?;
+            .map_err(failed("created"))?;
         let found = directory.metadata().map_err(failed("read"))?;
         let (mode, owner) = (found.mode() & 0o777, found.uid());
         if mode & 0o077 != 0 || owner != own_user() {

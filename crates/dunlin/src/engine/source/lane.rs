@@ -199,8 +199,12 @@ impl Lane {
         let mut looked_at = 0;
         while let Some(planned) = plan.ranges.get(looked_at) {
             looked_at += 1;
-            let index = region_index(&*self.terms.memory, planned.region)
-                .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has disappeared"))?;
+            let index = region_index(&*self.terms.memory, planned.region).ok_or_else(|| {
+                Fault::new(
+                    FaultCode::LayoutChanged,
+                    format!("memory region {} no longer exists", planned.region),
+                )
+            })?;
             let length = usize::try_from(planned.run.count * PAGE_BYTES).unwrap_or(usize::MAX);
             let slice = self
                 .terms

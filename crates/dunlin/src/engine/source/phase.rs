@@ -48,7 +48,7 @@ pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<Rest, Fa
     let session = phase.session();
     let (state, actions) = session.state.on(event).or_fault(
         FaultCode::Malformed,
-        "the peer violated the order of the switchover",
+        "the destination violated the order of the switchover",
     )?;
     session.state = state;
     perform(phase, actions)

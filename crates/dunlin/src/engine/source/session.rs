@@ -111,7 +111,7 @@ impl Session<'_> {
             Ok(event) => event,
             Err(RecvTimeoutError::Timeout) => return Ok(None),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Fault::new(FaultCode::Internal, "every thread has ended"));
+                return Err(Fault::new(FaultCode::Internal, "no session thread runs"));
             }
         };
         if let SessionEvent::Control(epoch, from_peer) = &event

@@ -317,5 +317,8 @@ impl State {
 
 /// The fault that the thread of a lane returns after the lane was given up.
 pub(super) fn given_up(lane: u16) -> Fault {
-    Fault::new(FaultCode::LaneLost, format!("lane {lane} was given up"))
+    Fault::new(
+        FaultCode::LaneLost,
+        format!("lane {lane} was given up: it made no progress, or the destination lost it"),
+    )
 }
