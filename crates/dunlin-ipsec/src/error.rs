@@ -200,13 +200,10 @@ pub enum IpsecError {
     /// A message of the peer cannot be decoded.
     #[error("malformed message from peer")]
     Malformed(#[from] DecodeError),
-    /// This side cannot accept a message of the peer.
-    #[error("unacceptable message from peer: {0}")]
-    Breach(String),
     /// A value of this side does not fit a message.
     #[error("message cannot be encoded")]
     Encode(#[from] EncodeError),
-    /// This side refused the peer's offer.
+    /// This side refused the peer's offer, or ended the session because of a message of the peer.
     #[error("{text} ({fault})")]
     Refused {
         /// The code sent to the peer.
@@ -270,7 +267,6 @@ impl IpsecError {
             Self::Open(error) => error.fault(),
             Self::Control(_) => FaultCode::ControlLost,
             Self::Malformed(error) => error.fault(),
-            Self::Breach(_) => FaultCode::Malformed,
             Self::Encode(_) => FaultCode::Internal,
             Self::Refused { fault, .. } | Self::EndedByPeer { fault, .. } => *fault,
             Self::Silent(_) => FaultCode::ControlLost,

@@ -1,12 +1,13 @@
 //! The start of a session, which blocks its ports and takes over ports that an earlier session left
 //! blocked.
 
-use dunlin_proto::text::{chain, harmless};
 use std::net::SocketAddr;
 
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameters, Step, adopt};
+use dunlin_proto::text::{chain, harmless};
 
 use super::state::{Driver, Ports};
 use super::system::{ends, guarded, is_of_this_host, random};
@@ -24,11 +25,14 @@ impl Driver {
         let (local, peer) = ends(socket)?;
         let (own, other) = (local.ip().to_canonical(), peer.ip().to_canonical());
         if (own, other) != (terms.other, terms.own) {
-            return Err(IpsecError::Breach(format!(
-                "the peer reports the addresses {} (its own) and {} (of this side), but this side sees \
-                 {other} and {own}: a device on the path translates addresses",
-                terms.own, terms.other
-            )));
+            return Err(IpsecError::Refused {
+                fault: FaultCode::AddressTranslated,
+                text: format!(
+                    "the peer reports the addresses {} (its own) and {} (of this side), but this \
+                     side sees {other} and {own}: a device on the path translates addresses",
+                    terms.own, terms.other
+                ),
+            });
         }
         if is_of_this_host(other)? {
             return Err(IpsecError::SameHost(other));

@@ -185,7 +185,10 @@ impl Driver {
                 fault: ending.fault,
                 text: harmless(&ending.text),
             }),
-            Action::Over(ending) => Err(IpsecError::Breach(ending.text)),
+            Action::Over(ending) => Err(IpsecError::Refused {
+                fault: ending.fault,
+                text: ending.text,
+            }),
         }
     }
 
@@ -421,7 +424,10 @@ mod tests {
             by_peer(FaultCode::Malformed),
             IpsecError::Control(lost),
             IpsecError::Silent("granted"),
-            IpsecError::Breach(String::new()),
+            IpsecError::Refused {
+                fault: FaultCode::Malformed,
+                text: String::new(),
+            },
         ] {
             assert!(!is_asked_for(&other), "{other}");
         }
