@@ -1,8 +1,8 @@
 //! Lanes: authenticated TCP connections, and the bytes that they carry.
 //!
-//! [`Identity`] loads a host's certificate, key and trust anchors. With the [`Crypto`] to use and the
-//! allowed [`Peers`], it makes the TLS settings of both roles: [`ClientTls`] for the side that dials,
-//! [`ServerTls`] for the side that accepts.
+//! [`Identity`] loads a host's certificate, key and trust anchors. With the [`Crypto`] to use and
+//! the allowed [`Peers`], it makes the TLS settings of both roles: [`ClientTls`] for the side that
+//! dials, [`ServerTls`] for the side that accepts.
 //!
 //! ```no_run
 //! use dunlin_lane::{Crypto, Identity, LoadOptions};
@@ -19,16 +19,16 @@
 //! # }
 //! ```
 //!
-//! A [`LaneDialer`] opens lanes, over TCP connections from a [`Connector`]. [`accept`](accept()) runs
-//! the handshakes of all incoming connections on one thread, and a [`LaneAcceptor`] admits the lanes
-//! among them. [`TlsDialer`], [`PlainDialer`], [`TlsAcceptor`] and [`PlainAcceptor`] implement the
-//! traits; [`SealedLanes`] adds lanes that a layer below TCP protects, such as IPsec. The migration
-//! engine and the tunnel request lanes, and send and receive on them.
+//! A [`LaneDialer`] opens lanes, over TCP connections from a [`Connector`]. [`accept`](accept())
+//! runs the handshakes of all incoming connections on one thread, and a [`LaneAcceptor`] admits the
+//! lanes among them. [`TlsDialer`], [`PlainDialer`], [`TlsAcceptor`] and [`PlainAcceptor`]
+//! implement the traits; [`SealedLanes`] adds lanes that a layer below TCP protects, such as IPsec.
+//! The migration engine and the tunnel request lanes, and send and receive on them.
 //!
 //! # Stability
 //!
-//! The items of this page are the crate's interface, listed in `docs/api/dunlin-lane.txt`. A type in
-//! their signatures that has no page here is opaque: pass it on, or print it.
+//! The items of this page are the crate's interface, listed in `docs/api/dunlin-lane.txt`. A type
+//! in their signatures that has no page here is opaque: pass it on, or print it.
 //!
 //! The feature `unstable-internals` makes the modules public for the other crates of this
 //! workspace, without any promise: an item in them may change or disappear in any release.
@@ -37,14 +37,14 @@
 //!
 //! - `identity` loads certificates and keys. `peers` and `names` decide which peers are allowed,
 //!   `denied` decides which keys are denied; `trust` verifies certificates.
-//! - `policy` builds the TLS settings of both roles; `provider` has the crypto libraries, and `fastest`
-//!   picks one for this CPU; `kernel` and `offload` decide whether the kernel encrypts.
-//! - `handshake` establishes a TLS session and `proof` ties a lane to its migration session. `accept`
-//!   runs the handshakes of incoming connections.
+//! - `policy` builds the TLS settings of both roles; `provider` has the crypto libraries, and
+//!   `fastest` picks one for this CPU; `kernel` and `offload` decide whether the kernel encrypts.
+//! - `handshake` establishes a TLS session and `proof` ties a lane to its migration session.
+//!   `accept` runs the handshakes of incoming connections.
 //! - `dial` and `admit` define the traits through which the layers above open and admit data lanes;
 //!   `security` picks an implementation. `resolve` looks up host names.
-//! - `control` is the control lane. `data` sends and receives on data lanes; `record` seals and opens
-//!   their TLS records.
+//! - `control` is the control lane. `data` sends and receives on data lanes; `record` seals and
+//!   opens their TLS records.
 //! - `relayed` and `splice` serve connections to programs other than Dunlin.
 //! - `fault` has the fault codes that an error has in every context.
 //!

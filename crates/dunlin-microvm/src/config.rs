@@ -6,8 +6,7 @@ use thiserror::Error;
 /// Guest-physical address of the workload's first page.
 pub const WORKLOAD_START: u64 = 0x40_0000;
 
-/// Maximum memory of a machine in bytes: as much as its page tables can map, without the hole below
-/// 4 GiB.
+/// Maximum memory of a machine in bytes. Its page tables must fit before the guest's program.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;
 /// Maximum number of vCPUs.
 pub(crate) const VCPU_LIMIT: u8 = 4;
@@ -91,9 +90,9 @@ impl HostOptions {
     /// Sets whether to advise transparent huge pages for the guest's memory, if the memory is
     /// private ([`Backing::Private`]). It has no effect on a kernel without transparent huge pages.
     ///
-    /// Drawback: touching a page populates the 2 MiB around it, so a guest with scattered content
-    /// takes up to 512 times as much memory as its pages need. Without huge pages, populating and
-    /// moving dense memory takes twice the CPU time.
+    /// Drawback: touching a page can populate the 2 MiB around it, so a guest with scattered
+    /// content takes up to 512 times as much memory as its pages need. Without huge pages,
+    /// populating and moving dense memory takes about twice the CPU time.
     #[must_use]
     pub fn huge_pages(mut self, advised: bool) -> Self {
         self.huge_pages = advised;

@@ -22,9 +22,9 @@ pub enum VmState {
     PoweredOff,
     /// A check in the guest's program failed.
     Stopped(Stop),
-    /// KVM or the VMM failed. The text is the reason, for display.
+    /// The machine failed. The text is the reason, for display.
     Failed(String),
-    /// The guest runs, or is paused, on another host. This copy must never run again (I1).
+    /// This copy was given away and must never run again (I1).
     Moved,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for VmState {
 }
 
 impl VmState {
-    /// Returns an error if the machine has been started or loaded.
+    /// Returns an error unless the machine is new.
     pub(crate) fn must_be_created(&self) -> Result<(), ControlError> {
         match self {
             Self::Created => Ok(()),
@@ -149,7 +149,7 @@ pub enum ControlError {
     /// The machine has been started or loaded. Only a new machine can be filled, started or loaded.
     #[error("the machine has already been started or loaded")]
     Started,
-    /// The machine was built from a description, so it has no program and no registers.
+    /// The machine was built from a description, so it is loaded and not started.
     #[error("the machine was built for loading and cannot be started")]
     Empty,
     /// The machine has never run, so it is not paused. Only a paused machine can be resumed.
@@ -165,7 +165,7 @@ struct Inner {
     state: VmState,
     /// Set when the machine is dropped, so that its threads return.
     exits: bool,
-    /// Number of vCPU threads that are outside KVM_RUN, have unlocked their vCPU, and wait.
+    /// Number of parked vCPUs: their threads are outside the guest and have unlocked them.
     parked: u8,
     throttle_percent: u8,
 }
@@ -177,7 +177,7 @@ impl Inner {
     }
 }
 
-/// The state behind its lock, with a condition variable that is notified of every change.
+/// The state behind its lock, with a condition variable for its changes.
 #[derive(Debug)]
 pub(crate) struct Control {
     inner: Mutex<Inner>,
@@ -220,7 +220,8 @@ impl Control {
         lock(&self.inner).state.clone()
     }
 
-    /// Runs the machine. Its state must be `from`, which is `Created` or `Paused`.
+    /// Runs the machine from the state `from`, which is `Created` or `Paused`. Resuming a running
+    /// machine has no effect.
     pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         match &inner.state {
@@ -256,8 +257,8 @@ impl Control {
         }
     }
 
-    /// Calls `load` to load a source's state into a machine that was never started. If `load`
-    /// fails, the machine enters the state `Failed`.
+    /// Calls `load` to load a source's state into a new machine. If `load` fails, the machine
+    /// enters the state `Failed`.
     pub(crate) fn load<T, E: std::error::Error + From<ControlError>>(
         &self,
         load: impl FnOnce() -> Result<T, E>,

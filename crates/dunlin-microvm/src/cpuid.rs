@@ -10,7 +10,7 @@ use crate::wire::{DecodeError, Reader, Writer};
 /// Size of an encoded CPUID entry in a description.
 const ENTRY_BYTES: usize = 28;
 
-/// The CPUID table that a guest sees.
+/// The CPUID table of a guest or of a host's KVM.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Table(Vec<kvm_cpuid_entry2>);
 
@@ -87,7 +87,7 @@ impl Table {
     }
 
     /// The CPU vendor if `host` has another, otherwise the features of this table that `host`
-    /// lacks, as text for display. `None` if the guest can run on `host`.
+    /// lacks, as text for display. `None` if nothing is missing.
     pub(crate) fn missing_on(&self, host: &Self) -> Option<String> {
         let vendor = |table: &Self| [EBX, EDX, ECX].map(|register| table.register(0, 0, register));
         if vendor(self) != vendor(host) {

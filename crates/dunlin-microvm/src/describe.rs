@@ -53,7 +53,7 @@ pub enum DescribeError {
     /// The configuration is invalid.
     #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
-    /// The TSC rates of the guest and this host differ.
+    /// The TSC rates of the guest and this host differ, and this host cannot scale the TSC.
     #[error(
         "the destination's TSC runs at {host_khz} kHz, not at the guest's {guest_khz} kHz, and its \
          CPU cannot scale the TSC: choose a host with the guest's TSC rate"
@@ -64,7 +64,7 @@ pub enum DescribeError {
         /// This host's TSC rate in kHz.
         host_khz: u32,
     },
-    /// This host's CPU lacks features that the guest uses.
+    /// This host lacks CPU features that the guest sees, or has a CPU of another vendor.
     #[error(
         "the destination's CPU lacks features of the guest: {0}; choose a host with a CPU like the \
          source's"
@@ -84,8 +84,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Returns what this host's KVM can provide. It queries KVM once per process, because the query
-    /// creates a virtual machine and takes a few tens of milliseconds.
+    /// Returns what this host's KVM can provide. It keeps the result, because the query creates a
+    /// virtual machine and takes a few tens of milliseconds.
     pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
         static HOST: OnceLock<Host> = OnceLock::new();
         if let Some(host) = HOST.get() {
@@ -120,8 +120,8 @@ impl Host {
     }
 }
 
-/// Checks whether this host can run the machine, without building it. A process guest runs on every
-/// host.
+/// Checks whether this host's CPU and KVM can run the machine, without building it. A process guest
+/// does not depend on them.
 ///
 /// # Errors
 /// The first reason why this host cannot run the machine.
@@ -195,7 +195,7 @@ impl VmDescription {
     /// Decodes the result of [`VmDescription::encode`].
     ///
     /// # Errors
-    /// `Decode`, `Version` or `Config`. In each case the sender is at fault.
+    /// `Decode`, `Version` or `Config`.
     pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
         let mut reader = Reader::new(bytes);
         let guest = match reader.u16("version")? {

@@ -28,8 +28,8 @@ impl PageDigests {
         Self(regions.iter().map(zeros).collect())
     }
 
-    /// Computes the digests of the memory's current content. Skips holes without reading them, like
-    /// the engine's digest.
+    /// Computes the digests of the memory's current content. Skips holes without reading them, if
+    /// the kernel reports the holes.
     ///
     /// # Errors
     /// A region cannot be read.

@@ -9,8 +9,8 @@ use crate::config::WORKLOAD_START;
 use crate::config::{Config, Fill};
 use crate::layout;
 
-/// Writes the initial content of every page that `fill` applies to, on as many threads as the host
-/// has CPUs.
+/// Writes the initial content of every page that `fill` applies to, on as many threads as this
+/// process has CPUs.
 pub(crate) fn fill(memory: &TrackedMemory, config: &Config) -> Result<(), GuestMemoryError> {
     if config.fill == Fill::Zero {
         return Ok(());

@@ -3,7 +3,7 @@
 //!
 //! The last beat is part of the machine's state. The downtime is the time from the last beat at the
 //! source to the first beat at the destination. It is measured by CLOCK_MONOTONIC if the source and
-//! the destination are on the same host (equal boot ids), otherwise by the guest's own TSC, which
+//! the destination are on the same host (equal boot ids), otherwise by the guest's own clock, which
 //! continues during the migration.
 
 use std::fs;

@@ -3,7 +3,7 @@
 //!
 //! State is transferred as the bytes of the kernel's own structures ([`VcpuState`],
 //! [`MachineState`]), because they are KVM's stable interface. A structure of another length is
-//! rejected.
+//! rejected, except a shorter XSAVE area.
 
 use std::io;
 use std::ops::Deref;
@@ -70,7 +70,7 @@ impl Machine {
         &self.memory
     }
 
-    /// Turns the log of the guest's writes on or off for every slot. A log that is turned on is
+    /// Turns the log of the guest's writes on or off for every slot. A log that was off starts
     /// empty.
     ///
     /// # Errors
@@ -183,7 +183,8 @@ impl Vcpu {
     /// Runs the guest until it needs the VMM.
     ///
     /// # Errors
-    /// `Interrupted` after a kick ([`crate::kvm::kick`]); otherwise an error from KVM_RUN.
+    /// `Interrupted` after a kick ([`crate::kvm::kick`]) or another signal; otherwise an error from
+    /// KVM_RUN.
     pub(crate) fn run(&mut self) -> io::Result<VcpuExit<'_>> {
         Ok(self.fd.run()?)
     }

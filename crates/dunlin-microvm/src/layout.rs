@@ -48,8 +48,8 @@ pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
 /// Distance between non-zero pages of a sparse fill, in pages: one huge page.
 const SPARSE_PAGES: u64 = HUGE_PAGE_BYTES / PAGE_BYTES;
 
-/// Multiplier for the signature of a filled page. It is odd, so that every frame has a different
-/// signature.
+/// Multiplier for the signature of a filled page. It is odd, so that the signatures of filled pages
+/// differ.
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Address of the parameter block of a vCPU.
@@ -74,8 +74,8 @@ pub(crate) fn fill_end(config: &Config) -> u64 {
     first + filled.min(room)
 }
 
-/// The signature of a page, which is the exclusive or of all its words. `None` if the page is
-/// initially zero.
+/// The signature of a page, which is the exclusive or of all its words. `None` if `fill` leaves the
+/// page zero.
 pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     let product = frame.wrapping_mul(SIGNATURE);
     match fill {

@@ -23,15 +23,15 @@ use crate::digests::{DigestedMemory, PageDigests};
 use crate::vm::{CreateError, Vm};
 
 /// How long to wait for the guest's first beat at the destination. The downtime ends with this
-/// beat. The guest sends a beat every millisecond.
+/// beat. The guest sends a beat about every millisecond.
 const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 
 /// A machine that can be migrated or is being received.
 pub struct Movable {
     vm: Arc<Vm>,
     memory: Arc<DigestedMemory>,
-    /// If digests are kept, the logs of the writes since the guest resumed here. Empty if the logs
-    /// could not be started.
+    /// If digests are kept, the logs of the writes since the guest resumed here, until
+    /// [`Movable::digests_at_resume`] takes them. Empty if they could not be started.
     since_resume: Mutex<Vec<Box<dyn DirtyLog>>>,
 }
 
@@ -71,8 +71,8 @@ impl Movable {
     }
 
     /// Returns digests of an arrived machine's memory as it was when the guest resumed, one for
-    /// each 2 MiB. The guest runs during this call. If it has written to a page since it resumed,
-    /// the call uses the digest that a lane computed when the page arrived.
+    /// each 2 MiB. The guest may run during this call. If it has written to a page since it
+    /// resumed, the call uses the digest that a lane computed when the page arrived.
     ///
     /// Call this method once, before the next migration. The machine must have been built with
     /// [`HostOptions::digests`].
@@ -272,9 +272,8 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
     })
 }
 
-/// Refuses a machine that is larger than the memory limit of this process's control group, before
-/// the source pauses the guest. Without this check, the kernel would eventually kill this process,
-/// and the VM would be lost. The host's swap is added to the limit.
+/// Refuses a machine that is larger than the memory limit of this process's control group plus the
+/// host's swap. Otherwise the kernel could kill this process after the VM has arrived.
 fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
     // If /proc cannot be read, accept the machine.
     let Ok(Some(limit)) = cgroup::memory_limit() else {

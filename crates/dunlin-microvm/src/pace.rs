@@ -1,12 +1,12 @@
 //! Paces a vCPU's page visits.
 //!
 //! At each beat, a vCPU gets a number of visits and a time to wait before them. The number is
-//! limited so that the next beat follows within about a millisecond. The guest does not catch up on
-//! time lost to a pause or a busy host.
+//! limited so that beats are about a millisecond apart. The guest catches up on at most a few
+//! milliseconds that it lost to a pause or a busy host.
 
 use std::time::{Duration, Instant};
 
-/// The longest time that a vCPU waits between two beats.
+/// The longest planned wait of a vCPU between two beats.
 pub(crate) const BEAT: Duration = Duration::from_millis(1);
 
 /// Maximum number of visits between two beats. An unpaced guest needs a few hundred microseconds
@@ -24,7 +24,7 @@ pub(crate) enum Pace {
     Idle,
     /// The vCPU visits pages as fast as it can.
     Unpaced,
-    /// The vCPU makes this number of visits per second.
+    /// The vCPU makes up to this number of visits per second.
     Rate(f64),
 }
 
@@ -83,7 +83,8 @@ impl Pacer {
             Pace::Idle => self.beat_only(now),
             Pace::Unpaced => {
                 // A throttled vCPU rests after each batch, in proportion to the duration of the
-                // batch. If the batch started late, the delay counts as a part of the rest.
+                // batch. If the batch started late, a delay of at most `LATENESS` counts as a part
+                // of the rest.
                 if let Some((planned, begun)) = self.granted.take() {
                     let planned = planned.max(begun.checked_sub(LATENESS).unwrap_or(begun));
                     self.visit_due = planned + (now - begun).div_f64(speed);

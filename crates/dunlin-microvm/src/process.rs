@@ -2,9 +2,9 @@
 //! KVM guest (`guest/workload.S`, which defines a page's content).
 //!
 //! Each thread replaces a vCPU. It sends beats and is paced, throttled and parked like a vCPU, and
-//! reads and checks every page before it writes to it. Its own state, which counts the visits to
-//! each page, is migrated as the section `visitor`. If these counts do not match the memory, the
-//! thread finds a wrong page and the machine stops.
+//! reads and checks every page before it writes to it. Its own state, from which the number of
+//! visits to each page follows, is migrated as the section `visitor`. If these numbers do not match
+//! the memory, the thread finds a wrong page and the machine stops.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,12 +38,12 @@ pub(crate) struct Shared {
     visitors: Vec<Visitor>,
 }
 
-/// The state of one thread. The rest of the machine can read it.
+/// The state of one thread.
 #[derive(Debug)]
 struct Visitor {
     visits: AtomicU64,
     beats: AtomicU64,
-    /// Locked during a batch of visits.
+    /// The thread holds the lock during a batch of visits.
     progress: Mutex<Progress>,
 }
 
@@ -168,7 +168,7 @@ impl Shared {
 }
 
 impl Visitor {
-    /// Loads a thread's state. Rejects values that a running thread could not have reached (I7).
+    /// Loads a thread's state. Rejects values out of range (I7).
     fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);

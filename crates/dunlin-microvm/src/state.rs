@@ -41,7 +41,7 @@ use tsc::{Tsc, read_tsc, write_tsc};
 /// Why a machine's state could not be saved. The machine is unchanged.
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// The machine is not paused.
+    /// The machine is neither paused nor new.
     #[error("the machine is {0:?}, not paused")]
     NotPaused(VmState),
     /// KVM could not return a part of the state.
@@ -251,8 +251,8 @@ pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
     }
 }
 
-/// Checks that every section is known or optional, and that no section appears twice. `instances`
-/// returns the maximum number of sections with a given name.
+/// Checks that every section is known or optional, and that no known section appears twice.
+/// `instances` returns the maximum number of sections with a given name.
 pub(crate) fn check_names(
     sections: &[Section],
     instances: impl Fn(&str) -> u32,

@@ -15,8 +15,8 @@ pub struct KvmSupport {
 /// Opens `/dev/kvm`, and creates a VM without memory and vCPUs, which ends at once.
 ///
 /// # Errors
-/// `NotFound` if the kernel has no KVM or the processor no virtualisation, `PermissionDenied` if
-/// this process may not open the device, or another error from ioctl(2).
+/// `NotFound` if `/dev/kvm` does not exist, `PermissionDenied` if this process may not open the
+/// device, or another error from ioctl(2).
 pub fn kvm_support() -> io::Result<KvmSupport> {
     let kvm = Kvm::new()?;
     let vm = kvm.create_vm()?;

@@ -49,8 +49,7 @@ impl Shared {
         self.slots.iter().for_each(|slot| slot.kick.kick());
     }
 
-    /// Returns a counter of one vCPU, which the guest keeps in the vCPU's parameter block at offset
-    /// `word`.
+    /// Returns the word at offset `word` of a vCPU's parameter block.
     pub(crate) fn counter(&self, vcpu: u8, word: u64) -> u64 {
         self.common
             .memory
@@ -58,7 +57,7 @@ impl Shared {
             .expect("parameter blocks lie within the smallest memory")
     }
 
-    /// Returns the sum over all vCPUs of the counter at offset `word`.
+    /// Returns the sum over all vCPUs of the counter at offset `word` of the parameter block.
     pub(crate) fn total(&self, word: u64) -> u64 {
         (0..self.slots.len() as u8)
             .map(|vcpu| self.counter(vcpu, word))

@@ -33,8 +33,7 @@ pub struct Vm {
     description: VmDescription,
     guest: Guest,
     threads: Vec<JoinHandle<()>>,
-    /// Whether memory and registers are those of a guest before its first instruction, so that it
-    /// can start.
+    /// Whether the machine was built to be started, and not to be loaded.
     bootable: bool,
 }
 
@@ -49,14 +48,14 @@ enum Guest {
     Process(Arc<process::Shared>),
 }
 
-/// Counters of a machine. A migration does not reset them.
+/// Counters of a machine. A migration resets only `downtime`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Pages that the guest has read, verified and written.
+    /// Number of page visits. The guest reads, verifies and writes the page in each of them.
     pub pages_checked: u64,
     /// Number of beats of all vCPUs.
     pub beats: u64,
-    /// The longest time between two beats of one vCPU, including pauses and migrations.
+    /// The longest time between two beats of one vCPU, or of the guest across a migration.
     pub largest_gap: Duration,
     /// After a migration, the time from the last beat at the source to the first beat on this host.
     pub downtime: Option<Duration>,
@@ -204,7 +203,7 @@ impl Vm {
         }
     }
 
-    /// Starts a thread for each vCPU. Each thread parks immediately.
+    /// Starts a thread for each vCPU. Each thread waits until the machine runs.
     fn spawn<S: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -247,13 +246,13 @@ impl Vm {
         &self.description.config
     }
 
-    /// The guest's memory. Writes through it are recorded in the dirty log.
+    /// The guest's memory. The logs of [`Vm::dirty_logs`] also record the writes through it.
     pub fn memory(&self) -> &Arc<TrackedMemory> {
         &self.common().memory
     }
 
     /// Writes the initial content of the workload's pages, on all CPUs. Call it before
-    /// [`Vm::start`]. Otherwise the guest's checks fail.
+    /// [`Vm::start`], because the guest checks this content.
     ///
     /// # Errors
     /// `Started` or `Ended` if the machine is not new.
@@ -276,8 +275,8 @@ impl Vm {
     }
 
     /// Stops every vCPU. From the return of this method until the machine is resumed, no vCPU runs
-    /// the guest, nothing writes to guest memory, and the registers are consistent. It has no
-    /// effect on a machine that is not running.
+    /// the guest, and the registers are consistent. It has no effect on a machine that is not
+    /// running.
     ///
     /// # Errors
     /// `Ended` if the machine has ended, possibly during the call. In this case, too, no vCPU runs.
@@ -294,8 +293,8 @@ impl Vm {
         self.common().control.run(VmState::Paused)
     }
 
-    /// Marks this copy as migrated to another host, so that it can never run again (I1). It has no
-    /// effect on a machine that has ended.
+    /// Gives this copy away, so that it can never run again (I1). It has no effect on a machine
+    /// that has ended.
     pub fn give_away(&self) {
         self.common()
             .control
@@ -386,7 +385,7 @@ impl Vm {
         }
     }
 
-    /// Saves the state of a paused machine, without its memory.
+    /// Saves the state of a paused or new machine, without its memory.
     ///
     /// # Errors
     /// `NotPaused`, or an error from KVM.

@@ -49,7 +49,7 @@ pub struct Envelope {
     pub session: SessionId,
     /// The number of the control lane within the attempt, as in its *offer*.
     pub epoch: u32,
-    /// The number of the message among those of its sender in the session, from 1. A new epoch
+    /// Ascends over the messages of a sender in the session; numbers may be left out. A new epoch
     /// continues the count. A repeated message is not applied again.
     pub sequence: u64,
 }
@@ -152,8 +152,8 @@ pub struct Describe {
     /// Bytes of a page, the unit of every page count in the session. Version 1 accepts only
     /// [`crate::limits::PAGE_BYTES`].
     pub page_bytes: u32,
-    /// Whether the VM's owner had paused it when the migration started. If so, the VM stays paused
-    /// at the destination.
+    /// Whether the VM's owner had paused it when it was described. *commit* says whether the
+    /// destination resumes it.
     pub paused: bool,
     /// The VMM's description of the VM, such as configuration, CPU features and TSC rate.
     /// Dunlin does not interpret it. At most [`crate::limits::MAX_DESCRIPTION_BYTES`].
@@ -246,7 +246,7 @@ pub enum Message {
     Describe(Describe),
     /// From the destination; see [`Accept`].
     Accept(Accept),
-    /// The destination refuses the described VM.
+    /// The destination refuses the VM or the session.
     Refuse {
         /// The reason as a code.
         fault: FaultCode,
@@ -285,8 +285,8 @@ pub enum Message {
         /// The digest of the destination's memory, if verification was negotiated.
         digest: Option<Digest>,
     },
-    /// The source hands the VM over. This is the point of no return: from now on the VM belongs to
-    /// the destination.
+    /// The source hands the VM over. This is the point of no return: from now on the destination,
+    /// or an operator, decides where the VM runs.
     Commit {
         /// Whether the destination resumes the VM; otherwise the VM stays paused.
         run: bool,
@@ -326,8 +326,8 @@ pub enum Message {
         lane: u16,
     },
     /// The destination answers *fence*, or reports without a *fence* that it has lost the lane. The
-    /// lane is closed and its thread joined. Chunks of the lane that are not acknowledged by this
-    /// message will never be acknowledged.
+    /// lane is closed and its thread joined. Chunks of the lane that neither this message nor an
+    /// earlier one acknowledges are lost.
     Fenced {
         /// The lane's number.
         lane: u16,

@@ -134,7 +134,7 @@ faults! {
     /// The two sides do not agree on the lane security (I6).
     SecurityNotAgreed = 3, "security-not-agreed", Configuration,
         "Use TLS lanes, or allow plain lanes or set up IPsec on both sides.";
-    /// The peer is authenticated but not authorised.
+    /// One side does not accept the other side's certificate.
     Unauthorised = 4, "unauthorised", Configuration,
         "Give both hosts certificates from the same authority, and authorise the peer's name on the other side; replace a revoked or denied certificate.";
     /// The destination cannot build the VM that was described.
@@ -146,13 +146,13 @@ faults! {
     /// Bytes from the peer violate the protocol.
     Malformed = 7, "malformed", Peer,
         "Report it with both logs: one of the two programs has a defect.";
-    /// The peer opened more lanes than were agreed.
+    /// More lanes are requested or open than the destination allows.
     LaneLimit = 8, "lane-limit", Peer,
         "Ask for fewer lanes, or raise the destination's limit.";
     /// A lane's proof does not match the session's secret.
     WrongSecret = 9, "wrong-secret", Peer,
         "Look for a stray or hostile client: this lane does not belong to the session.";
-    /// A lane's peer is not the control lane's peer.
+    /// A connection is not with the session's peer.
     WrongIdentity = 10, "wrong-identity", Peer,
         "Use one identity for all lanes of a session, and check load balancers in between.";
     /// A lane has a number that was used before (I4).
@@ -164,28 +164,29 @@ faults! {
     /// The guest reset, crashed or halted during the migration.
     GuestStopped = 13, "guest-stopped", Guest,
         "Check the guest's console, then migrate again.";
-    /// The guest writes memory faster than the link carries it.
+    /// The downtime limit cannot be met: the guest writes memory faster than the link carries it,
+    /// or the switchover alone takes longer.
     NotConverging = 14, "not-converging", Guest,
         "Add lanes or bandwidth, raise the downtime limit, or allow throttling or stopping the guest.";
     /// The migration reached its time limit.
     TimeLimit = 15, "time-limit", Configuration,
         "Raise the time limit, or choose the strategy that stops the guest.";
-    /// An operator cancelled the migration.
+    /// An operator or the VMM cancelled the migration.
     Cancelled = 16, "cancelled", Local,
         "Migrate again if wanted.";
-    /// The memories of source and destination differ (I3).
+    /// The memories of source and destination differ (I3), or could not be compared.
     VerificationFailed = 17, "verification-failed", Local,
         "Report it with both logs, and test the memory of both hosts.";
     /// The destination's VMM could not load the device state.
     StateLoadFailed = 18, "state-load-failed", Local,
         "Compare the VMM's versions and device configuration on both sides.";
-    /// A lane was lost and no other lane could take over.
+    /// A lane was lost, or no lane could be opened.
     LaneLost = 19, "lane-lost", Network,
         "Check the network between the hosts, then migrate again.";
-    /// The control lane was lost or went silent.
+    /// The control lane was lost, went silent or could not be opened.
     ControlLost = 20, "control-lost", Network,
         "Check the network and the peer's process, and the address that it was configured with.";
-    /// A defect of this program.
+    /// A failure of this program or of its VMM.
     Internal = 21, "internal", Local,
         "Report it with both logs.";
     /// A lane or an inquiry names an unknown session.
@@ -200,7 +201,7 @@ faults! {
     /// The memory layout changed during the migration, for example by hot-plug.
     LayoutChanged = 25, "layout-changed", Local,
         "Do not plug memory while a VM migrates; then migrate again.";
-    /// The destination is receiving another VM.
+    /// The destination is receiving another VM, or a limit of the tunnel is reached.
     Busy = 26, "busy", Configuration,
         "Wait for other migrations to end; otherwise start another receiver, or raise the limit that the text names.";
     /// The process or its host has reached the limit of open files.

@@ -1,13 +1,12 @@
 //! The journal record: what one side remembers of a session after its process
 //! or host has died. [`crate::switchover`] decides when each record is written.
 //!
-//! A journal file belongs to one session and role and is allocated when the session starts.
-//! It has two *slots* that are written alternately; each holds a record with an increasing
-//! generation. A torn write leaves the other slot intact. A slot with a wrong checksum was
-//! being written when the host or the disk failed, and is ignored. The reader takes the
-//! valid slot with the higher generation. The slots lie [`SLOT_BYTES`] apart, because a
-//! disk may rewrite 4096 bytes to change 512 of them. docs/journal/format.md lists every
-//! byte.
+//! A journal file belongs to one session and role and is allocated when the session starts. It has
+//! two *slots* that are written alternately; each holds a record with an increasing generation. A
+//! torn write leaves the other slot intact. A slot with a wrong checksum counts as a torn write and
+//! is ignored. The reader takes the valid slot with the higher generation. The slots lie
+//! [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes to change 512 of them.
+//! docs/journal/format.md lists every byte.
 //!
 //! After a failed write, the next write goes to the same slot: the other slot
 //! holds the only record known to be on disk.
@@ -58,14 +57,14 @@ numbered! {
         /// Pre-copy. The VM is at the source and has not been paused.
         Migrating = 1, "migrating";
         /// *commit* may have been sent. Therefore the VM must not be resumed at the source before
-        /// the destination has answered *aborted*.
+        /// the destination has answered *aborted*, or an operator has decided.
         Committing = 2, "committing";
         /// The migration ended early; the VM is here.
         Kept = 3, "kept";
         /// The destination runs the VM; the copy here may be destroyed.
         Released = 4, "released";
-        /// The destination said that the VM ran there and died. The copy at the source is paused,
-        /// and an operator decides.
+        /// The destination reported that the VM ran there and died. The copy at the source is
+        /// paused, and an operator decides.
         RanThenDied = 5, "ran, then died";
         /// The operator has decided that the VM continues here.
         RunHere = 6, "run here";
@@ -144,8 +143,7 @@ pub enum SlotError {
     /// The slot has never been written.
     #[error("the slot is empty")]
     Empty,
-    /// The record's checksum is wrong, because the record was being written when the host or the
-    /// disk failed.
+    /// The record's checksum is wrong, in most cases because a write was interrupted.
     #[error("checksum {found:#018x} does not match the content ({computed:#018x})")]
     Torn {
         /// The checksum in the slot.
@@ -205,7 +203,7 @@ pub struct Newest {
     pub generation: u64,
     /// The slot that the next write goes to.
     pub next_slot: usize,
-    /// Whether the write that followed `record` was torn.
+    /// Whether one slot is torn.
     pub torn: bool,
 }
 

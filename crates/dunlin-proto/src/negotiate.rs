@@ -40,7 +40,7 @@ use terms::LANE_SECURITY;
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
 
-/// The first eight bytes of every connection. The line end exposes a path that rewrites line
+/// The first eight bytes of every opening message. The line end exposes a path that rewrites line
 /// ends, and makes a server of a line-based protocol answer immediately.
 pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
 

@@ -15,9 +15,9 @@
 //!    downtime limit, pre-copy ends, because no iteration helps.
 //! 4. Otherwise, at the time limit, the source cancels, or switches over whatever
 //!    the downtime ([`AtTimeLimit`]).
-//! 5. Otherwise another iteration starts. If several iterations in a row do not shrink the
-//!    remainder by a quarter, the guest dirties memory faster than the link carries it, and the
-//!    guest is throttled if that is allowed.
+//! 5. Otherwise another iteration starts. If two or more iterations in a row do not shrink the
+//!    remainder by a quarter, the guest probably dirties memory faster than the link carries it,
+//!    and the guest is throttled if that is allowed.
 
 /// The first throttle step, in percent by which the guest is slowed. QEMU's `cpu-throttle-initial`
 /// has the same default.
@@ -117,8 +117,7 @@ impl Precopy {
         }
     }
 
-    /// Upper estimate of the downtime if the guest were paused now, in
-    /// nanoseconds.
+    /// Cautious estimate of the downtime if the guest were paused now, in nanoseconds.
     ///
     /// The bandwidth of the last iteration is not exactly that of the switchover. On a capped link
     /// with both hosts busy, one transfer in four took longer than predicted, up to 1.27 times as

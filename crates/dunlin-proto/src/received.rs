@@ -1,10 +1,9 @@
 //! The chunks that have arrived, as intervals of their numbers.
 //!
-//! Chunks are numbered without gaps, and the chunks of several lanes arrive
-//! nearly in order, so a few intervals cover a whole session. A lost lane
-//! leaves gaps that are never filled: its pages are resent under new numbers. A
-//! peer that numbers its chunks differently is rejected before the intervals
-//! cost memory ([`MAX_CHUNK_GAPS`]).
+//! Chunks are numbered without gaps, and the chunks of several lanes arrive nearly in order, so a
+//! few intervals cover a whole session. A lost lane leaves gaps that are never filled: its pages
+//! are resent under new numbers. A peer that numbers its chunks differently is rejected before the
+//! intervals cost much memory ([`MAX_CHUNK_GAPS`]).
 
 use std::collections::BTreeMap;
 

@@ -10,23 +10,23 @@
 //! | [`Builder`] | destination | builds the VM that the source describes, or refuses; closures are builders |
 //! | [`DestinationVm`] | destination | loads the state, and starts the VM or discards it |
 //!
-//! [`MappedMemory`] implements [`GuestMemory`] over vm-memory. There are two ready dirty
-//! logs: [`OwnWrites`] for what the VMM writes itself, and [`WriteProtectLog`] for the
-//! writes of every thread. A VMM on KVM implements a third over KVM's bitmap or ring. Every
-//! writer needs a log: vCPUs, emulated devices, vhost back ends, direct I/O.
+//! [`MappedMemory`] implements [`GuestMemory`] over vm-memory. There are two ready dirty logs:
+//! [`OwnWrites`] for what the VMM writes itself, and [`WriteProtectLog`] for the writes of every
+//! thread. A VMM on KVM may implement a third over KVM's bitmap or ring. Every writer needs a log:
+//! vCPUs, emulated devices, vhost back ends, direct I/O.
 //!
 //! Methods with a default body serve VMMs with disks, a throttle or a toolstack:
 //! [`SourceVm::throttle`], [`SourceVm::deactivate`] and [`SourceVm::reactivate`],
 //! [`SourceVm::hold`], [`DestinationVm::acquire`], [`DestinationVm::announce`],
-//! [`DestinationVm::discard`]. If the VM has disk locks or devices that only one host may hold, implement
-//! `deactivate`, `reactivate`, `acquire` and `discard` together. [`engine::vmm`] shows
-//! in which order the engine calls them. [`testing::check_vmm`] tests an implementation.
+//! [`DestinationVm::discard`]. If the VM has disk locks or devices that only one host may hold,
+//! implement `deactivate`, `reactivate`, `acquire` and `discard` together. [`engine::vmm`] shows in
+//! which order the engine calls them. [`testing::check_vmm`] tests an implementation.
 //!
 //! # Who may connect
 //!
 //! [`Identity`] loads a host's certificate, key and authority. Each side names the peers that it
-//! accepts, by name or by [`Pin`]. [`Peers::AnyFromAuthority`] accepts every peer with a certificate
-//! from these authorities. An empty list of peers accepts none.
+//! accepts, by name or by [`Pin`]. [`Peers::AnyFromAuthority`] accepts every peer with a
+//! certificate from these authorities. An empty list of peers accepts none.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -48,9 +48,9 @@
 //!
 //! # Migrate and receive
 //!
-//! [`Migration::run`] and [`Incoming::run`] block the calling thread until the outcome is
-//! certain, or, at a source, until [`doubt_limit`] after an unanswered *commit*. Everything but the VM,
-//! the address and the TLS settings has a default:
+//! [`Migration::run`] and [`Incoming::run`] block the calling thread until the outcome is certain,
+//! or, at a source, until [`doubt_limit`] after an unanswered *commit*. Everything but the VM, the
+//! address and the TLS settings has a default:
 //!
 //! - **Options** come from a builder that checks them: [`engine::source::Options`],
 //!   [`engine::destination::Options`]. Give both sides a [`Journal`]; without one, a
@@ -70,14 +70,14 @@
 //!
 //! # Where the VM is after an error
 //!
-//! A failed run returns a [`MigrateError`]: a stable [`code`](engine::MigrateError::code), [who has to
-//! act](engine::MigrateError::at_fault), and where the VM is ([`VmIs`]). At the source:
+//! A failed run returns a [`MigrateError`]: a stable [`code`](engine::MigrateError::code), [who has
+//! to act](engine::MigrateError::at_fault), and where the VM is ([`VmIs`]). At the source:
 //!
 //! | [`MigrateError::vm`] | the engine has | the VMM |
 //! | --- | --- | --- |
 //! | [`AtSource`] | undone everything; the guest runs, or is paused if its owner had paused it | reports the error, and may retry |
-//! | [`StuckAtSource`] | called `reactivate` and then `resume`, and one failed | repairs the cause and resumes the guest |
-//! | [`InDoubt`] | sent *commit* and got no answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
+//! | [`StuckAtSource`] | called `reactivate` or `resume`, which failed | repairs the cause and resumes the guest |
+//! | [`InDoubt`] | sent *commit* and got no usable answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
 //! | [`RanThenDied`] | learnt that the destination started the VM and lost it | keeps it paused until an operator decides: [`Doubt::resolve`] |
 //! | [`Gone`] | ended; the guest powered off or stopped by itself | frees the VM |
 //!
@@ -105,9 +105,10 @@
 //! The feature `unstable-internals` makes items public that other crates of this workspace use,
 //! without any promise: each of them may change or disappear in any release.
 //!
-//! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs` has
-//! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket;
-//! `examples/page.rs` has a dirty bitmap of its own, refuses VMs, pins its peers and keeps journals.
+//! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs`
+//! has two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open
+//! no socket; `examples/page.rs` has a dirty bitmap of its own, refuses VMs, pins its peers and
+//! keeps journals.
 //!
 //! [`SourceVm`]: engine::vmm::SourceVm
 //! [`SourceVm::throttle`]: engine::vmm::SourceVm::throttle

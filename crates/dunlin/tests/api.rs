@@ -7,8 +7,8 @@
 //! them. A line with `use` lists each further path, each item of another crate, and each item made
 //! by a macro.
 //!
-//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. A
-//! line that was removed or changed is a breaking change, which CHANGELOG.md must list.
+//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. If a removed or
+//! changed line breaks a caller, CHANGELOG.md must list it.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,7 +33,7 @@ const DUNLIN_MAX: usize = 350;
 /// A path within a crate, the crate's name first.
 type Names = Vec<String>;
 
-/// A module's items, except those for tests and those that need [`UNSTABLE`].
+/// The items of a module, without those that are left out ([`is_left_out`]), and all its imports.
 #[derive(Default)]
 struct Module {
     items: Vec<Item>,
@@ -399,8 +399,8 @@ impl Api {
             let segments = of.path.segments.iter();
             let names: Names = segments.map(|one| one.ident.to_string()).collect();
             let name = names.last().unwrap().clone();
-            // A name without a path belongs to this module, or to the language if the module does
-            // not define it.
+            // A name without a path is defined or imported in this module, or belongs to the
+            // language.
             let full = match names.as_slice() {
                 [_] => Some(below(&at, name.clone())),
                 _ => self.sources.anchored(&at, &names),

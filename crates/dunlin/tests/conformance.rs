@@ -119,7 +119,7 @@ enum Fault {
     PauseDoesNot,
     /// A register is not loaded.
     StateIsLost,
-    /// The reported run state is wrong.
+    /// The reported run state is always running.
     RunStateLies,
     /// Each description differs.
     DescribeVaries,

@@ -1,5 +1,5 @@
-//! The conformance test of dirty logs: the logs of this crate pass it, and a
-//! log that breaks any one promise fails it.
+//! The conformance test of dirty logs: the logs of this crate pass it, and a log that breaks one of
+//! its promises fails it.
 #![allow(clippy::unwrap_used)]
 
 use std::io;

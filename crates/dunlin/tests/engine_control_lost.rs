@@ -34,7 +34,8 @@ impl Point {
         Self::SecondPass,
     ];
 
-    /// Pages to which the guest writes: enough that the second pass takes some time.
+    /// Pages to which the guest writes. In `SecondPass` there are so many that this pass takes some
+    /// time.
     fn hot_pages(self) -> u64 {
         match self {
             Self::SecondPass => 1536,
@@ -127,7 +128,7 @@ fn the_control_lane_may_be_lost_again_and_again_and_no_iteration_restarts() {
             let sending = scope.spawn(|| scene.send(&options).unwrap());
             scene.await_events(2, is_up);
             for time in 1..=3 {
-                // The newest connection is the newest control lane.
+                // After a replacement, the newest connection is the control lane.
                 let newest = if time == 1 {
                     0
                 } else {

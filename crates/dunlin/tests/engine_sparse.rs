@@ -1,6 +1,6 @@
-//! Tests the cost of `--verify` for a large, sparse guest: the CPU time is proportional to the
-//! guest's content, and the comparison takes no memory (invariant I8). The test is alone in its
-//! process, because it measures the process's memory. `--nocapture` prints the figures.
+//! Tests the cost of `--verify` for a large, sparse guest: the comparison takes almost no memory
+//! (invariant I8). The test is alone in its process, because it measures the process's memory.
+//! `--nocapture` prints the figures and the CPU time.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

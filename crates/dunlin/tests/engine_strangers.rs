@@ -46,7 +46,7 @@ fn server(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&crypto(), peers).unwrap()
 }
 
-/// Two authorities that all hosts of a test trust.
+/// Two authorities, which the hosts of the site trust.
 struct Site {
     ours: Authority,
     theirs: Authority,
@@ -70,7 +70,7 @@ impl Site {
     }
 }
 
-/// Returns the session that is recorded in a journal.
+/// Returns the only session that is recorded in a journal.
 fn session_of(scratch: &JournalDirectory) -> SessionId {
     let entries = scratch.journal().list().unwrap();
     assert_eq!(entries.len(), 1);

@@ -1,6 +1,6 @@
-//! Tests one migration with many features of the public API: three regions with a hole and huge
-//! pages, 200 MiB of device state in versioned sections, a description that is refused once, and a
-//! hold before *commit*.
+//! Tests one migration with many features of the public API: three regions with a hole (one region
+//! of huge pages, if the host has them), 200 MiB of device state in versioned sections, a
+//! description that is refused once, and a hold before *commit*.
 //!
 //! The test is alone in its process, because it measures all memory of the process (invariant I8).
 #![allow(clippy::unwrap_used)]

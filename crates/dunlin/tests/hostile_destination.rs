@@ -432,8 +432,8 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
     }
 }
 
-/// After *commit* the source neither resumes nor destroys its copy, whatever it
-/// receives instead of *running*.
+/// After *commit* the source neither resumes nor destroys its copy if it receives one of these lies
+/// instead of *running*.
 ///
 /// Claim P20 of docs/security.
 #[test]

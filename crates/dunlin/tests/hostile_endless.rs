@@ -1,5 +1,5 @@
-//! Tests peers that repeat messages without end. Only progress prolongs a limit: a message that changes
-//! nothing does not.
+//! Tests peers that repeat messages without end. Only progress prolongs a limit: a message that
+//! changes nothing does not.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ fn brief() -> source::Options {
     options.answer_limit(BRIEF).build().unwrap()
 }
 
-/// Sends `message` several times within [`BRIEF`], until the other side sends *cancel* or closes the
+/// Sends `message` several times per [`BRIEF`], until the other side sends *cancel* or closes the
 /// connection. Returns the *cancel*.
 fn repeat(peer: &mut Peer, message: &Message) -> Option<Message> {
     let began = Instant::now();
@@ -41,8 +41,8 @@ fn repeat(peer: &mut Peer, message: &Message) -> Option<Message> {
     None
 }
 
-/// The destination reports that the lane is up, but never answers its handshake. So the lane does not
-/// end, but the source keeps receiving messages.
+/// The destination reports that the lane is up, but never answers its handshake. The lane therefore
+/// does not end, and the source keeps receiving messages.
 ///
 /// Claim P20 of docs/security.
 #[test]

@@ -9,11 +9,11 @@
 //!          └─ budget       failures that may still occur
 //! ```
 //!
-//! [`step`] lists every possible next step: an action is executed, a message is read or
-//! processed, one side loses a lane while the other still reads it, the write of a
-//! record fails with the old or the new content on disk, a process dies at any point
-//! and is restarted, an operator cancels or decides. [`property`] has the properties of
-//! every state, and the outcomes that must be reachable.
+//! [`step`] lists every possible next step. Examples: an action is executed, a message is read or
+//! processed, one side loses a lane while the other still reads it, the write of a record fails
+//! with the old or the new content on disk, a process dies at any point and is restarted, an
+//! operator cancels or decides. [`property`] has the properties of every state, and the outcomes
+//! that must be reachable.
 
 #![forbid(unsafe_code)]
 
@@ -26,7 +26,7 @@ use stateright::{Model, Property};
 pub use step::Step;
 pub use world::World;
 
-/// Limits on the failures in one run.
+/// Limits on the failures, cancellations and inquiries in one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Budget {
     /// How often the source's process may die.
@@ -50,7 +50,7 @@ pub struct Budget {
 pub struct Switchover {
     /// The limits on failures.
     pub budget: Budget,
-    /// Whether the guest is to run at the destination or stay paused.
+    /// Whether the guest is to run at the destination. Otherwise it stays paused.
     pub run: bool,
 }
 

@@ -76,7 +76,7 @@ fn in_doubt(world: &World) -> bool {
 }
 
 /// Returns the state that the model reaches if nothing fails from now on. Dead processes are
-/// restarted, and the source keeps inquiring.
+/// restarted, and the source inquires up to three more times.
 fn without_failures(world: &World) -> World {
     let mut world = world.clone();
     let mut steps = Vec::new();
@@ -108,10 +108,10 @@ fn without_failures(world: &World) -> World {
     }
 }
 
-/// Whether the source's doubt is resolved: the source has the VM, has released it, or has received
-/// the report that the VM ran and died at the destination. Also true if only the operator can
-/// decide, because the destination's disk is lost or because the source's own disk failed after the
-/// source had kept the VM.
+/// Whether the source's doubt is resolved: the source has the VM or has died with it, has released
+/// it, or has received the report that the VM ran and died at the destination. Also true if perhaps
+/// only the operator can decide, because the destination's disk is lost or the source failed to
+/// write a record.
 fn resolved(world: &World) -> bool {
     match world.idle_source() {
         Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,

@@ -13,7 +13,7 @@ use crate::world::{Copy, FromDestination, FromSource, Process, World};
 pub enum Outcome {
     /// The action succeeded.
     Done,
-    /// The action failed and changed nothing.
+    /// The action failed. A record was not written.
     Failed,
     /// The write of a record returned an error although the record is on disk. This is possible
     /// because the error of a sync does not show what was written.
@@ -45,7 +45,7 @@ pub enum Step {
     Resolve(Resolution),
     /// The source's process dies.
     SourceCrashes {
-        /// Whether the VM lived in it.
+        /// Whether the VM dies with it.
         with_vm: bool,
     },
     /// The source's process is restarted.
@@ -62,7 +62,7 @@ pub enum Step {
         /// The lane's index.
         lane: usize,
     },
-    /// The destination finds that its newest lane is lost, with all messages in flight on it.
+    /// The destination finds that its newest lane is lost, with all messages in flight to it.
     DestinationLosesLane,
     /// An operator cancels at the destination.
     DestinationCancels,

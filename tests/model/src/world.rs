@@ -17,7 +17,7 @@ pub struct World {
     pub lanes: Vec<Lane>,
     /// Failures that may still occur.
     pub budget: Budget,
-    /// Whether the guest is to run at the destination or stay paused.
+    /// Whether the guest is to run at the destination. Otherwise it stays paused.
     pub run: bool,
     /// Past events, which only the properties use.
     pub history: History,
@@ -32,7 +32,7 @@ pub enum Copy {
     Paused,
     /// The VM is on this side. It runs, or its owner has paused it.
     Live,
-    /// Destroyed, or dropped.
+    /// Destroyed, dropped, or dead with its process.
     Gone,
 }
 
@@ -47,7 +47,7 @@ pub struct SourceSide {
     pub epoch: u8,
     /// The VM, which may be in the process or elsewhere.
     pub copy: Copy,
-    /// Whether this side has acquired the disks and devices.
+    /// Whether this side holds the disks and devices.
     pub devices: bool,
 }
 
@@ -62,7 +62,7 @@ pub struct DestinationSide {
     pub epoch: u8,
     /// The VM.
     pub copy: Copy,
-    /// Whether disks and devices are held here.
+    /// Whether this side may hold the disks and devices.
     pub devices: bool,
 }
 
@@ -115,7 +115,7 @@ pub struct Lane {
     pub back: Vec<FromDestination>,
     /// Whether the destination still reads and writes it.
     pub open: bool,
-    /// Whether the source still reads it.
+    /// Whether new messages on it still reach the source.
     pub heard: bool,
 }
 
@@ -140,11 +140,12 @@ pub struct History {
     pub forgotten: bool,
     /// A [`SourceAction::Note`] failed, so its record did not reach the disk.
     pub unnoted: bool,
-    /// A side sent a report that was not in its journal.
+    /// The destination sent a report that was not in its journal.
     pub reported_unrecorded: bool,
     /// A wrong report was sent.
     pub reported_wrong: bool,
-    /// The source destroyed its copy before the VM had run elsewhere.
+    /// The source destroyed its copy before the VM had run elsewhere, and no operator had given it
+    /// up.
     pub destroyed_early: bool,
     /// A state machine received an event that it does not accept.
     pub impossible: bool,

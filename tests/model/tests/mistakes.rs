@@ -1,4 +1,4 @@
-//! Plants each mistake of the switchover, and checks that the model then violates the property that
+//! Plants each mistake of the switchover, and checks that the model then violates a property that
 //! the mistake endangers. Prints the shortest path to the violation.
 
 #![allow(clippy::unwrap_used)]
@@ -28,7 +28,7 @@ const UNRESOLVED: &str = "I2: a doubt is resolved once nothing more fails";
 const UNRECORDED: &str = "reports only what the journal holds";
 const UNTRUE: &str = "reports only the truth";
 
-/// The switchover's mistakes, each with the property that it breaks.
+/// The switchover's mistakes, each with a property that it breaks.
 const MISTAKES: [(Mistake, &str); 12] = [
     (Mistake::PauseBeforeRecord, STRANDED),
     (Mistake::ResumeWithoutAsking, TWICE),

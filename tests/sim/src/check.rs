@@ -15,9 +15,9 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// The violated invariant: I1 to I5, I8, *liveness*, or, for tunnels, *order*, *stream* or
-    /// *abort*. Otherwise *accused* if an honest peer was accused, *machine* if a state machine did
-    /// not accept an event, *panic*, or *sim* for an error of the simulator itself.
+    /// The violated invariant: I1 to I5, I8, *liveness*, or, for tunnels, *order*, *stream*,
+    /// *lanes* or *abort*. Otherwise *accused* if an honest peer was accused, *machine* if a state
+    /// machine did not accept an event, *panic*, or *sim* for an error of the simulator itself.
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
@@ -186,7 +186,7 @@ impl World<'_> {
         }
     }
 
-    /// Counts a chunk that has arrived on a lane after the destination closed its end.
+    /// Notes that a chunk has arrived on a lane after the lane's fence.
     pub(crate) fn late_chunk(&mut self, lane: u16) {
         let session = self.destination.session.as_ref();
         if session.is_some_and(|session| session.fenced.contains(&lane)) {

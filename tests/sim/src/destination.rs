@@ -32,7 +32,8 @@ pub(crate) struct DestinationHost {
     /// Packets that the readers of control lanes have read and the main thread
     /// has not processed.
     inboxes: BTreeMap<usize, VecDeque<Packet>>,
-    /// Control lanes on which an offer has arrived and no further message.
+    /// Control lanes on which only an offer has arrived, for an attempt without a session: attempt
+    /// and epoch.
     pending: BTreeMap<usize, (u32, u32)>,
     /// Data lanes to be admitted: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,
@@ -219,7 +220,8 @@ impl World<'_> {
         true
     }
 
-    /// Processes one of the inputs that have arrived, chosen at random.
+    /// Processes a cancellation, or one of the inputs that have arrived, chosen at random. Without
+    /// either, it checks the deadlines.
     fn take_input(&mut self) {
         let host = &mut self.destination;
         if host.cancelled {

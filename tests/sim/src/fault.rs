@@ -6,7 +6,7 @@ use crate::tally::FaultKind;
 use crate::world::{Event, World};
 
 impl World<'_> {
-    /// Injects the fault with this index, if it can have an effect.
+    /// Injects the fault with this index, unless no further faults are to be injected.
     pub(crate) fn strike(&mut self, index: usize) {
         if self.quiet {
             return;

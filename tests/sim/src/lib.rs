@@ -40,16 +40,16 @@ pub const PAGES_EACH: u64 = 128;
 /// Runs a plan to its end.
 ///
 /// # Errors
-/// An invariant was violated, an honest peer was accused, or code panicked.
+/// [`Violation::invariant`] lists the reasons.
 pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     let played = catch_unwind(AssertUnwindSafe(|| play(plan, None)));
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// Like [`run`], and prints a line for each event.
+/// Like [`run`], and passes the text of each event to `line`. A panic is not caught.
 ///
 /// # Errors
-/// Same as [`run`].
+/// Same as [`run`], except for panics.
 pub fn trace(plan: &Plan, line: &mut dyn FnMut(&str)) -> Result<Tally, Violation> {
     play(plan, Some(line))
 }

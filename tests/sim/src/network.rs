@@ -77,7 +77,7 @@ pub(crate) struct Connection {
     pub(crate) kind: Kind,
     /// Whether each end is open.
     open: [bool; 2],
-    /// Packets in flight to each end.
+    /// Packets that were sent to each end and not taken yet.
     to: [Pipe; 2],
     cut: bool,
     /// The factor by which the connection multiplies the network's delay.
@@ -87,7 +87,7 @@ pub(crate) struct Connection {
 
 /// A time that is never reached.
 const NEVER: u64 = u64::MAX;
-/// The time after which an end detects that the other end is dead.
+/// The time after which an end usually detects that the other end is dead.
 const LIVENESS_NS: u64 = 1500 * MS;
 /// The number of frames that fit into the buffers of a lane.
 const WINDOW: usize = 6;
@@ -167,8 +167,8 @@ impl World<'_> {
         self.at(at_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Closes one end. Packets that this end has sent may still arrive; if `torn` is set, the last
-    /// of them may be lost.
+    /// Closes one end. Packets that this end has sent may still arrive; if `torn` is set, some or
+    /// all of them may be lost, the newest first.
     pub(crate) fn close(&mut self, id: usize, side: Side, torn: bool) {
         let connection = &mut self.connections[id];
         if !std::mem::take(&mut connection.open[side as usize]) || connection.cut {
@@ -190,7 +190,7 @@ impl World<'_> {
         }
     }
 
-    /// The connection breaks, and some of the packets in flight are lost.
+    /// The connection breaks, and the newest packets in flight may be lost.
     pub(crate) fn cut(&mut self, id: usize) {
         for to in [Side::Source, Side::Destination] {
             let connection = &mut self.connections[id];

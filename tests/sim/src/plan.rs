@@ -21,9 +21,9 @@ pub struct Plan {
     pub lanes: u16,
     /// The time between two bursts of guest writes.
     pub write_every_ns: u64,
-    /// The number of pages written in a burst.
+    /// The number of writes in a burst.
     pub burst: u32,
-    /// The smallest and the largest network delay.
+    /// The smallest and the largest delay of a connection that is not slow.
     pub latency_ns: (u64, u64),
     /// The number of frames after which a lane must be replaced; `None` for no limit.
     pub record_limit: Option<u64>,
@@ -57,7 +57,8 @@ pub struct Fault {
     pub moment: Moment,
     /// Delay after that moment.
     pub after_ns: u64,
-    /// How long the fault lasts. For a crash, the time until the process is restarted.
+    /// How long the fault lasts, if it ends on its own. For a crash, the time until the process is
+    /// restarted.
     pub for_ns: u64,
 }
 
@@ -94,7 +95,7 @@ pub enum Moment {
     Doubt,
     /// The source has destroyed its copy.
     Destroyed,
-    /// The source starts to send memory in the second attempt.
+    /// The source starts to send memory in a later attempt.
     Again,
 }
 
@@ -223,7 +224,7 @@ const RARE: [FaultKind; 12] = [
     FaultKind::DestinationCancelled,
 ];
 
-/// Faults that have an effect only in combination, or only at a certain moment.
+/// Faults that have most effect in combination or at a certain moment. Some draws return none.
 fn theme(random: &mut Random) -> Vec<Fault> {
     use FaultKind as Kind;
     let mut faults = Vec::new();
@@ -231,7 +232,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
         faults.push(fault(random, kind, moment, within_ns, for_ms));
     };
     match random.below(25) {
-        // The control lane breaks shortly before or after *commit*.
+        // The control lane fails shortly after *commit* is sent.
         0 | 1 | 16 | 22 => {
             let kind = random.pick(&[
                 Kind::ControlCut,
@@ -245,7 +246,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, Kind::InquiryMisrouted, Moment::Begun, 0, (0, 0));
             }
         }
-        // The destination processes *commit* slowly and receives an inquiry in the meantime.
+        // The destination processes *commit* slowly and may receive an inquiry in the meantime.
         12 | 13 => {
             let kind = random.pick(&[
                 Kind::DestinationStalled,
@@ -264,7 +265,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, Kind::ControlCut, moment, 10 * MS, (0, 0));
             }
         }
-        // The source dies while the guest is paused, or before that.
+        // The source dies, in most cases before the guest is paused.
         4 | 18 | 20 | 21 => {
             let early = [Moment::Begun, Moment::Copying, Moment::Converged];
             let moment = if random.chance(85) {
@@ -282,7 +283,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
             200 * MS,
             (50, 500),
         ),
-        // The control lane and some data lanes are lost during pre-copy.
+        // The control lane is lost during pre-copy, and data lanes are lost or replayed.
         6 | 7 | 14 => {
             let kind = random.pick(&[Kind::ControlCut, Kind::ControlCut, Kind::ControlSwallowed]);
             add(random, kind, Moment::Copying, 150 * MS, (0, 0));
@@ -294,7 +295,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, kind, moment, 60 * MS, (0, 0));
             }
         }
-        // Lanes are lost one after another while no lane can connect.
+        // Several faults of lanes follow one another.
         8 | 15 => {
             for _ in 0..random.between(2, 5) {
                 let kind = random.pick(&[

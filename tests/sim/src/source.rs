@@ -76,7 +76,8 @@ pub(crate) struct Attempt {
     asked: u32,
     pub(crate) cancelled: bool,
     end: End,
-    /// Whether no fault can affect this attempt, so that it must succeed.
+    /// Whether no fault can affect this attempt, so that it must succeed unless the destination
+    /// refuses it.
     clean: bool,
     refused: bool,
     /// Whether the lanes have been given up, so that the attempt must fail.

@@ -23,16 +23,16 @@ use world::World;
 /// Runs a plan to its end.
 ///
 /// # Errors
-/// An invariant was violated, an honest peer was accused, or code panicked.
+/// [`Violation::invariant`] lists the reasons.
 pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     let played = catch_unwind(AssertUnwindSafe(|| World::new(plan, None).play()));
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// Like [`run`], and prints a line for each event.
+/// Like [`run`], and passes the text of each event to `line`. A panic is not caught.
 ///
 /// # Errors
-/// Same as [`run`].
+/// Same as [`run`], except for panics.
 pub fn trace(plan: &Plan, line: &mut dyn FnMut(&str)) -> Result<Tally, Violation> {
     World::new(plan, Some(line)).play()
 }

@@ -28,7 +28,7 @@ macro_rules! kinds {
 kinds! {
     /// Faults. A fault counts if it had an effect.
     FaultKind {
-        /// A data lane's connection dies, with the packets in flight.
+        /// A data lane's connection dies, and packets in flight may be lost.
         LaneCut = "lane cut";
         /// A data lane delays its data.
         LaneHeld = "lane held";
@@ -87,11 +87,11 @@ kinds! {
         Cancelled = "cancelled";
         /// Something failed; the VM is at the source.
         Failed = "failed";
-        /// The guest wrote faster than its pages could be sent; the VM is at the source.
+        /// Pre-copy could not meet the downtime limit; the VM is at the source.
         OutOfTime = "out of time";
         /// The source's process died before *commit*, and a new process took over.
         TakenOver = "taken over";
-        /// The source inquired, and the destination had aborted.
+        /// After *commit*, the source received the report that the destination had aborted.
         KeptAfterDoubt = "kept after doubt";
         /// The VM ran and died at the destination; the operator resumed the
         /// copy at the source.
@@ -118,13 +118,13 @@ kinds! {
         FinalAgain = "final sent again";
         /// A lane was refused.
         LaneRefused = "lane refused";
-        /// A *commit* was found on the old control lane after an inquiry.
+        /// A *commit* was found on an old control lane after an inquiry.
         CommitDrained = "commit found by draining";
         /// Data of a lane arrived after the lane's fence.
         HeldBeyondFence = "held beyond the fence";
         /// A cancellation came too late.
         TooLate = "cancelled too late";
-        /// A restarted source inquired.
+        /// A source was restarted after *commit*.
         AskedAfterRestart = "asked after a restart";
         /// A restarted destination answered.
         AnsweredAfterRestart = "answered after a restart";
@@ -140,7 +140,7 @@ pub struct Tally {
     pub steps: u64,
     /// The virtual time of all runs, in nanoseconds.
     pub virtual_ns: u128,
-    /// For each fault: the number of runs in which it was injected.
+    /// For each fault: the number of runs in which it had an effect.
     pub faults: BTreeMap<FaultKind, u64>,
     /// For each outcome of an attempt: the number of runs in which it occurred.
     pub ends: BTreeMap<End, u64>,

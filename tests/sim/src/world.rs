@@ -15,7 +15,7 @@ use crate::tally::{End, FaultKind, Passage, Tally};
 /// An event that is scheduled for a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
-    /// A packet has arrived at an end of a connection.
+    /// A packet may have arrived at an end of a connection.
     Arrive { connection: usize, to: Side },
     /// An end detects that its connection is dead.
     Dead { connection: usize },

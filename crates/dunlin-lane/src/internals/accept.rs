@@ -4,8 +4,7 @@
 //! Unauthenticated connections do not get a thread. One poll loop serves all connections in the
 //! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
 //! bound, the loop evicts an older one that has made the least progress. A silent client therefore
-//! delays no other client. A thousand silent clients delay only each other (invariant I7), because
-//! connections without progress are evicted first.
+//! delays no other client, and a thousand silent clients evict mainly each other (invariant I7).
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -15,8 +14,8 @@
 //!
 //! Every TLS lane begins as rustls's buffered type, which gets exactly one record at a time. The
 //! opening message decides what the connection becomes. A control lane keeps that type; for a data
-//! lane, the keys are extracted for [`super::record`]. No byte beyond the opening message has been
-//! read.
+//! lane, the keys are extracted for [`super::record`]. Nothing after the last record of the opening
+//! message has been read.
 
 mod arrival;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -40,14 +39,14 @@ pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
 /// Number of connections that are accepted before the pending ones are served again. Because
 /// [`take_least`] never evicts the newer half of the pending connections, each connection is served
-/// at least four times before it can be evicted.
+/// at least four times before the limit can evict it.
 const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
 /// How long to stop accepting after running out of descriptors or memory.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Minimum age at which a connection may be evicted because descriptors or memory ran out. An
-/// honest handshake finishes within this time, so simultaneous lanes of one session do not evict
-/// each other.
+/// honest handshake usually finishes within this time, so that simultaneous lanes of one session do
+/// not evict each other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 /// Accepts connections on `listener` until `stop` is woken, and passes each result to `deliver`.
@@ -164,8 +163,8 @@ fn accept_for(
 enum Round {
     /// No connection is waiting, or this round has accepted [`ACCEPTS_PER_ROUND`] connections.
     All,
-    /// Descriptors or memory ran out. Holds the kernel's error if no connection is pending; `None` if
-    /// a pending connection was evicted or is still too young.
+    /// Descriptors or memory ran out. Holds the kernel's error if no connection is pending; `None`
+    /// if a pending connection was evicted or is still too young.
     Short(Option<io::Error>),
 }
 
@@ -199,7 +198,7 @@ fn accept_some(
                 };
                 if least.age() < SHORTAGE_GRACE && !least.lingers() {
                     // This connection is too young to be evicted, so put it back. The order in the
-                    // older half does not matter.
+                    // older half hardly matters.
                     pending.push_front(least);
                 } else {
                     deliver(least.rejected(RejectReason::Shortage(error)));
@@ -213,7 +212,7 @@ fn accept_some(
 }
 
 /// Removes the connection with the least progress from the older half; if several have the least
-/// progress, the oldest of them. The newer half has had too little time to make progress.
+/// progress, the oldest of them. The newer half may have had too little time to make progress.
 fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
     let older = pending.len().div_ceil(2);
     let progress = pending.iter().take(older).map(Pending::progress);

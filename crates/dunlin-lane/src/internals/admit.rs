@@ -19,8 +19,8 @@ pub trait LaneAcceptor: Send + Sync {
     /// peer.
     ///
     /// # Errors
-    /// The lane lacks the agreed protection or is not from the session's peer. The connection is
-    /// closed.
+    /// [`AdmitError`], for example if the lane lacks the agreed protection or is not from the
+    /// session's peer. The connection is closed.
     fn admit(
         &self,
         socket: LaneSocket,

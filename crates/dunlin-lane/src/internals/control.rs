@@ -2,7 +2,7 @@
 //! buffered connection can export keys.
 //!
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
-//! it waits for the socket, so a peer that reads slowly does not delay receiving.
+//! it waits for the socket, so a send that waits for a slow peer does not delay receiving.
 
 #[cfg(any(test, feature = "fuzzing"))]
 mod fuzz;
@@ -33,14 +33,15 @@ pub use request::{OpenError, open};
 /// Maximum time without progress in a write, or in a message that has partly arrived.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Why the control lane failed. Every error except [`ControlError::Deadline`] ends the lane.
+/// Why the control lane failed. Every error of sending and receiving, except
+/// [`ControlError::Deadline`], ends the lane.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControlError {
     /// No message arrived in time. No data is lost; the caller may retry.
     #[error("no control message arrived before the deadline")]
     Deadline,
-    /// A message stopped partway, or the peer stopped reading.
+    /// A message stopped partway, the peer stopped reading, or an earlier write failed.
     #[error("the control lane stalled in the middle of a message: the peer or the network hangs")]
     Stalled,
     /// The peer closed the lane.
@@ -270,7 +271,7 @@ impl ControlStream {
             connection.process_new_packets()
         };
         // rustls may have queued a reply to a key update, or the alert for an error. If another
-        // thread is sending, that thread also sends the queued bytes.
+        // thread is sending, that thread or the next send also sends the queued bytes.
         match self.outgoing.try_lock() {
             Ok(mut outgoing) if !outgoing.has_failed => {
                 let flushed = self.flush(&mut outgoing);
@@ -335,7 +336,7 @@ impl std::fmt::Debug for ControlStream {
     }
 }
 
-/// A buffer for ciphertext between the socket and rustls, one record long.
+/// A buffer for ciphertext between the socket and rustls, as long as the longest record.
 struct Incoming {
     bytes: Box<[u8]>,
     start: usize,

@@ -43,8 +43,8 @@ pub trait Connector: Send + Sync {
     /// method.
     ///
     /// # Errors
-    /// Same as [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported` if
-    /// this method is not implemented.
+    /// Same as [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported`
+    /// if this method is not implemented.
     fn connect_from(
         &self,
         local: SocketAddr,
@@ -87,7 +87,7 @@ impl Connector for StandardConnector {
 ///
 /// # Errors
 /// The error of the last address; `TimedOut` if the deadline passed, `ConnectionAborted` if `stop`
-/// became readable.
+/// became readable, `NotFound` without addresses.
 pub fn connect_to_any(
     addresses: &[SocketAddr],
     deadline: Instant,

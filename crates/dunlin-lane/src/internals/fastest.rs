@@ -42,8 +42,8 @@ pub fn auto() -> &'static Choice {
     CHOICE.get_or_init(probe)
 }
 
-/// The fewest and the most lanes of [`lanes`]. Two lanes survive the loss of one without a pause,
-/// and the memory limits of engine and tunnel are stated for eight.
+/// The fewest and the most lanes of [`lanes`]. With two lanes, the loss of one does not interrupt
+/// the transfer; the memory limits of engine and tunnel are stated for eight.
 const AUTOMATIC_LANES: [u16; 2] = [2, 8];
 
 /// A number of lanes for this host, from 2 to 8: one for each CPU that this process may use, but no

@@ -251,7 +251,7 @@ pub fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;
     let mut scrap = [0; 4096];
-    // Any failure here means that the connection has ended.
+    // This fails only if the connection has ended.
     if stream.shutdown(Shutdown::Write).is_err() {
         return;
     }
@@ -326,7 +326,7 @@ enum Next {
     Done,
 }
 
-/// Advances a handshake by one step. If it fails, `outgoing` contains the alert.
+/// Advances a handshake by one step. If rustls fails, `outgoing` contains its alert.
 fn step<C: Unbuffered>(
     connection: &mut C,
     incoming: &mut Vec<u8>,

@@ -3,9 +3,8 @@
 //! An identity is loaded from a directory in one of the layouts of [`Layout`], or from [`Files`].
 //! [`policy`](super::policy) builds the TLS settings of both roles from it.
 //!
-//! The files are not watched. Load the identity again to read changed files, and pass it to
-//! [`ServerTls::replace`](super::policy::ServerTls::replace): the destination uses it from the next
-//! handshake on.
+//! The files are not watched. Load the identity again to read changed files, and pass its TLS
+//! settings to [`ServerTls::replace`](super::policy::ServerTls::replace).
 
 mod dated;
 mod directory;
@@ -108,7 +107,8 @@ impl Identity {
         Self::load_files(files, options)
     }
 
-    /// Like [`Identity::load`], with files at any path. Only `dunlin-lane` exports [`Files`], not `dunlin`.
+    /// Like [`Identity::load`], with files at any path. Only `dunlin-lane` exports [`Files`], not
+    /// `dunlin`.
     ///
     /// # Errors
     /// [`IdentityError`], which names the file and the remedy.

@@ -70,7 +70,7 @@ pub enum Refused {
         /// The kernel's error.
         reason: String,
     },
-    /// The kernel's cipher driver is slower than the crypto library of this process.
+    /// The kernel's cipher driver uses generic code, at least in part.
     #[error(
         "this kernel's cipher driver is {driver}, which is slow: load a driver that uses the processor's \
          vector or AES instructions (for AES-GCM: `modprobe aesni-intel`), or require kernel TLS \
@@ -194,7 +194,7 @@ pub fn abilities(suite: CipherSuite) -> Result<Abilities, Refused> {
 }
 
 /// Caches a refusal, so that `auto` chooses this process for [`REFUSAL_LIFETIME`]. Called when the
-/// kernel rejects a connection's keys although the probe succeeded.
+/// kernel refuses a connection although the probe succeeded.
 fn remember(suite: CipherSuite, refused: &Refused) {
     if let Some(found) = Cached::of(&Err(refused.clone())) {
         cache()[suite as usize] = Some(found);

@@ -34,8 +34,8 @@ pub enum Pin {
     Key([u8; 32]),
 }
 
-/// One allowed peer. Parsed from a pin (`sha256:…`, `spki-sha256:…`; see [`Pin`]), or else from a name
-/// ([`PeerName`]): `"host-b.example".parse()?`.
+/// One allowed peer. Parsed from a pin (`sha256:…`, `spki-sha256:…`; see [`Pin`]), or else from a
+/// name ([`PeerName`]): `"host-b.example".parse()?`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
     /// Any holder of a certificate with this name from an authority in the CA bundle.
@@ -58,7 +58,8 @@ pub enum Peers {
 pub enum AuthorisedBy {
     /// An authority of the CA bundle issued the peer's certificate, and nothing else is required.
     Authority,
-    /// An authority of the CA bundle issued the peer's certificate, which carries this allowed name.
+    /// An authority of the CA bundle issued the peer's certificate, which carries this allowed
+    /// name.
     Name(PeerName),
     /// The peer's certificate or key is pinned.
     Pin(Pin),
@@ -100,7 +101,7 @@ pub enum BadPeer {
 /// Why an authenticated peer is not allowed.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum PeerRefused {
-    /// A trusted authority issued the certificate, but for another name.
+    /// The certificate has none of the allowed names and fits no allowed pin.
     #[error(
         "the peer's certificate is valid but carries none of the allowed names: it has {}, allowed {} {}; correct the peer names on this host, or give the peer a certificate with the right name",
         list(.presented), if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
@@ -248,8 +249,8 @@ impl Peers {
     /// Returns the reason why a peer that another list admitted is also allowed by this list.
     ///
     /// # Errors
-    /// [`PeerRefused`] if this list does not allow the peer. No authority certifies the names of a
-    /// peer that a pin admitted, so only a pin in this list can allow such a peer.
+    /// [`PeerRefused`] if this list does not allow the peer. Possibly no authority certifies the
+    /// names of a peer that a pin admitted, so only a pin in this list can allow such a peer.
     #[cfg(feature = "unstable-internals")]
     pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
         if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
@@ -275,8 +276,8 @@ impl Peers {
         }
     }
 
-    /// The server's name for rustls: the first allowed DNS name, or else the first IP address. rustls
-    /// sends only a DNS name as SNI.
+    /// The server's name for rustls: the first allowed DNS name, or else the first IP address.
+    /// rustls sends only a DNS name as SNI.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         let Self::OneOf(allowed) = self else {
             return None;
@@ -331,13 +332,13 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns what identifies this peer on later connections, even after its certificate is
-    /// renewed: see [`PeerIdentity::is`].
+    /// Returns what identifies this peer on later connections: see [`PeerIdentity::is`].
     ///
     /// A peer admitted by a pin is identified by that pin. A peer admitted by name is identified by
     /// that name and the authority that certifies it. A peer admitted by `*.DOMAIN` or by any
     /// certificate of an authority is identified by all of its names, because other hosts may share
-    /// one of them. A peer without names is identified by its key.
+    /// one of them. A peer without names is identified by its key. The certificate identifies the
+    /// peer if none of this is possible.
     pub fn principal(&self) -> Principal {
         let itself = || Principal::Certificate(self.fingerprint);
         match (&self.authorised_by, self.authority) {
@@ -401,8 +402,8 @@ fn recorded(name: &PeerName) -> Option<String> {
     same.then_some(text)
 }
 
-/// SHA-256 of all names of a certificate. The names are sorted, DNS names are in lower case, and
-/// the length of each name precedes it. `None` if there are no names.
+/// SHA-256 of all names of a certificate. The names are sorted without duplicates, DNS names are in
+/// lower case, and the length of each name precedes it. `None` if there are no names.
 fn all_names(names: &[PeerName]) -> Option<[u8; 32]> {
     let mut texts: Vec<String> = names
         .iter()

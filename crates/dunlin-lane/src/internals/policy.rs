@@ -134,8 +134,8 @@ impl Identity {
     }
 
     /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
-    /// Dunlin. The server's name is the first DNS name in `peers`, or else the first IP address there,
-    /// or else `host`. SNI carries it if it is a DNS name.
+    /// Dunlin. The server's name is the first DNS name in `peers`, or else the first IP address
+    /// there, or else `host`. SNI carries it if it is a DNS name.
     #[cfg(feature = "unstable-internals")]
     pub fn relay_client(
         &self,
@@ -225,8 +225,8 @@ fn server_config(
     Ok(Arc::new(config))
 }
 
-/// Returns a side's settings. If the kernel must seal and open records, checks the kernel now instead
-/// of at the first connection.
+/// Returns a side's settings. If the kernel must seal and open records, checks the kernel now
+/// instead of at the first connection.
 fn side(
     identity: &Identity,
     crypto: &Crypto,
@@ -269,8 +269,8 @@ impl ClientTls {
         &self.config
     }
 
-    /// Asks for another server name (SNI); `None` if it is not a DNS name. Which peers are accepted
-    /// does not depend on it.
+    /// Asks for another server name (SNI); `None` if `name` is neither a DNS name nor an IP
+    /// address. Which peers are accepted does not depend on it.
     #[cfg(feature = "unstable-internals")]
     pub fn asking_for(mut self, name: &str) -> Option<Self> {
         self.server_name = ServerName::try_from(name.to_owned()).ok()?;

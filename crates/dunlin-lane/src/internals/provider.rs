@@ -45,7 +45,7 @@ pub enum CipherSuite {
     ChaCha20Poly1305,
 }
 
-/// Why a provider cannot be used. The fault is in the configuration.
+/// Why a provider, a suite or a key cannot be used.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProviderError {

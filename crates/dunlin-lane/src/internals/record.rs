@@ -63,7 +63,8 @@ pub enum SealError {
     /// The key has sealed its maximum number of records.
     #[error("the lane's key has sealed {RECORD_LIMIT} records, its limit: replace the lane")]
     Limit,
-    /// The buffer is shorter than a record's overhead or longer than a record.
+    /// The buffer is shorter than a record's overhead, longer than a record, or does not fit the
+    /// pages.
     #[error("record length {bytes} out of range ({OVERHEAD_BYTES}–{RECORD_BYTES})")]
     Length {
         /// The length in bytes.
@@ -107,7 +108,8 @@ pub enum OpenError {
         /// The length of the record's body or of its plaintext.
         bytes: usize,
     },
-    /// The tag is invalid: the record was modified, reordered, dropped or sealed with another key.
+    /// The tag is invalid: the record was modified, reordered or sealed with another key, or an
+    /// earlier record was dropped.
     #[error(
         "record authentication failed: bytes were modified in transit, or the peer uses other \
          keys; the lane is closed and the record is discarded"
@@ -352,7 +354,7 @@ impl SealHalf {
     /// is the whole record and is overwritten. If the library supports it, the cipher reads the
     /// pages directly; otherwise they are copied first.
     ///
-    /// The guest may write to the pages concurrently; the record then holds a mixture of old and
+    /// The guest may write to the pages concurrently; the record may then hold a mixture of old and
     /// new bytes.
     ///
     /// # Errors
@@ -490,7 +492,7 @@ impl OpenHalf {
         opened
     }
 
-    /// Whether [`OpenHalf::open_guest`] works with this library and suite.
+    /// Whether [`OpenHalf::open_guest`] opens into guest memory with this library and suite.
     pub fn opens_into_guest(&self) -> bool {
         self.guest.is_some()
     }
@@ -499,9 +501,10 @@ impl OpenHalf {
     /// record's length without [`OVERHEAD_BYTES`], which is the content's length if there is no
     /// padding.
     ///
-    /// If the record holds padded data or an alert instead, the content stays in `record`, after
-    /// the header, as after [`OpenHalf::open`], and the result is [`Landed::InRecord`]. The pages
-    /// then hold undefined bytes, and the caller must still fill them.
+    /// If the record holds padded data or an alert, or the library cannot open into guest memory,
+    /// the content stays in `record`, after the header, as after [`OpenHalf::open`], and the result
+    /// is [`Landed::InRecord`]. The pages then hold undefined bytes, and the caller must still fill
+    /// them.
     ///
     /// # Errors
     /// [`OpenError`]. The content of the pages is then undefined and must be overwritten or never

@@ -14,7 +14,7 @@ pub(super) const TSC: &str = "vcpu.tsc";
 /// cannot be used afterwards.
 #[derive(Debug, Error)]
 pub enum LoadError {
-    /// The machine has already run or been loaded.
+    /// The machine has already run, been loaded or ended.
     #[error("only a machine that has never run can load a state")]
     Control(#[from] ControlError),
     /// A required section is missing, so the source is at fault.
@@ -25,7 +25,7 @@ pub enum LoadError {
         /// The instance: for a section of a vCPU, the vCPU's number.
         instance: u32,
     },
-    /// A required section is unknown to this VMM.
+    /// A required section, or this instance of it, is unknown to this VMM.
     #[error(
         "required section `{section}` of instance {instance} is not supported: use a newer VMM"
     )]
@@ -65,14 +65,14 @@ pub enum LoadError {
         #[source]
         source: DecodeError,
     },
-    /// KVM rejected the content of a section.
+    /// A section could not be set in KVM.
     #[error("KVM rejected section `{section}` of instance {instance}")]
     Kvm {
         /// The section's name.
         section: &'static str,
         /// The section's instance.
         instance: u32,
-        /// The kernel's error, or the error of a wrong length.
+        /// The kernel's error, or the error of a check before the call.
         #[source]
         source: io::Error,
     },

@@ -1,12 +1,11 @@
 //! A session's peer: the [`Principal`] that a later connection must match to
 //! ask about the session, to settle it or to release it.
 //!
-//! A certificate may be renewed while a session is in doubt, so a principal
-//! names what a renewal keeps: the pin that admitted the peer, or its name
-//! together with the authority that certified it. The journal stores it in the
-//! *peer block* after the two slots. Each attempt writes and syncs the block
-//! once, before the first record that a peer may ask about. docs/journal/peer.md
-//! lists every byte.
+//! A certificate may be renewed while a session is in doubt, so a principal names, if possible,
+//! what a renewal keeps: the pin that admitted the peer, or its name together with the authority
+//! that certified it. The journal stores it in the *peer block* after the two slots. Each attempt
+//! writes and syncs the block once, before the first record that a peer may ask about.
+//! docs/journal/peer.md lists every byte.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -31,8 +30,8 @@ const FIXED_BYTES: usize = 8 + 2 + 1 + 5 + 16 + 32 + 32;
 
 const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT);
 
-/// How a session's peer was authorised, by properties that a renewed
-/// certificate keeps. Digests are SHA-256.
+/// How a session's peer was authorised, by properties that a renewed certificate keeps, if
+/// possible. Digests are SHA-256.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
     /// The holder of this certificate (digest of its DER encoding). The certificate was

@@ -14,10 +14,10 @@
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
 //! A lane is lost when its connection ends with an error or before the lane is `Ended`, when the
-//! peer reports the loss, or when a timeout expires. In `Opening`, the timeout is `open_ns`. In
-//! `Up`, `Leaving` and `Ended`, it is `progress_ns`, and it runs only while a confirmation of the
-//! peer is outstanding. If a lane is `Fencing` for `alone_ns` without an answer, the action is
-//! [`Action::GiveUp`].
+//! peer reports the loss, when its confirmation may be lost with a control lane, or when a timeout
+//! expires. In `Opening`, the timeout is `open_ns`. In `Up`, `Leaving` and `Ended`, it is
+//! `progress_ns`, and it runs only while a confirmation of the peer is outstanding. If a lane is
+//! `Fencing` for `alone_ns` without an answer, the action is [`Action::GiveUp`].
 //!
 //! **Replacement.** A lane that is `Opening`, or `Up` and not near the limit of its key, counts
 //! towards the wanted number of lanes. [`Lifecycle::poll`] opens lanes until this number is
@@ -146,8 +146,7 @@ impl<L> Lane<L> {
         self.state == State::Ended && !self.connected
     }
 
-    /// When the lane's current timeout started: at the peer's last confirmation, or when
-    /// the lane got work after a pause.
+    /// When the lane's current timeout started, for example at the peer's last confirmation.
     pub(crate) fn clock_ns(&self) -> u64 {
         self.clock_ns
     }

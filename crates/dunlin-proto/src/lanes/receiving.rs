@@ -269,8 +269,8 @@ impl Receiving {
         }
     }
 
-    /// Whether everything has arrived: every lane has ended and the counts of
-    /// *final* match. Once true, it stays true.
+    /// Whether everything has arrived: every lane has ended or is fenced, and the counts of *final*
+    /// match. Once true, it stays true.
     ///
     /// # Errors
     /// The counts differ and nothing more can arrive.

@@ -139,8 +139,8 @@ impl Sending {
         self.fenced
     }
 
-    /// The number of fenced lanes that failed; the other fenced lanes were given up because nothing
-    /// was left to carry.
+    /// The number of fenced lanes that failed; the other fenced lanes were given up because the
+    /// last iteration did not need them.
     #[must_use]
     pub fn lost_count(&self) -> u32 {
         self.lost
@@ -332,8 +332,8 @@ impl Sending {
     }
 
     /// Handles a new control lane. Messages on the old one may be lost. Therefore fences are
-    /// requested again, and lanes that have ended are fenced too, because the destination does not
-    /// repeat their confirmation.
+    /// requested again, and lanes that have ended and closed are fenced too, because the
+    /// destination does not repeat their confirmation.
     pub fn control_resumed(&mut self, now_ns: u64) {
         self.lanes.resumed(now_ns);
     }

@@ -204,7 +204,7 @@ impl<T: Clone> SendingLanes<T> {
         Ok(())
     }
 
-    /// Whether the lane number was ever used by this side.
+    /// Checks that this side has used the lane number.
     pub(super) fn check(&self, number: u16) -> Result<(), PeerFault> {
         if self.life.was_opened(number) {
             return Ok(());

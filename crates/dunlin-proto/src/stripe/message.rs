@@ -134,7 +134,8 @@ pub enum Message {
         /// The offset up to which the other side may send.
         limit: u64,
     },
-    /// The other half of the channel could not be connected. Repeated until *gone*.
+    /// The other half of the channel could not be connected. Repeated on later control lanes until
+    /// *gone*.
     Refused {
         /// The channel.
         channel: u32,
@@ -166,7 +167,8 @@ pub enum Message {
         /// The channel.
         channel: u32,
     },
-    /// The channel is aborted, immediately and in both directions. Repeated until *gone*.
+    /// The channel is aborted, immediately and in both directions. Repeated on later control lanes
+    /// until *gone*.
     Reset {
         /// The channel.
         channel: u32,

@@ -13,8 +13,8 @@ pub(super) enum Turn {
     /// No thread, because there is nothing to read.
     #[default]
     Idle,
-    /// No thread, although there may be bytes to read, because the window is full, or the socket's
-    /// bytes are being counted.
+    /// No thread, although there may be bytes to read, for example because the window is full or
+    /// the socket's bytes are being counted.
     Held,
     /// The next lane that asks for work.
     Waits,

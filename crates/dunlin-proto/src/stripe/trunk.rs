@@ -270,7 +270,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// Aborts a channel that failed on this side. The caller closes the channel's connection. The
-    /// other side receives the code, and all bytes that wait are dropped.
+    /// other side receives the code unless *open* was not sent, and all bytes that wait are
+    /// dropped.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
@@ -371,13 +372,13 @@ impl<T: Clone> Trunk<T> {
         self.actions.push_back(Action::GiveUp(fault));
     }
 
-    /// Whether a lane that calls [`Trunk::next`] would get work.
+    /// Whether a lane that calls [`Trunk::next`] may get work.
     #[must_use]
     pub fn ready(&self) -> bool {
         self.has_work() || (!self.is_over() && self.lanes.leaving().next().is_some())
     }
 
-    /// Whether there are bytes to send, on any lane.
+    /// Whether there may be bytes to send, on any lane.
     #[must_use]
     pub fn has_work(&self) -> bool {
         let reads = !self.turns.is_empty() && self.may_read();

@@ -9,8 +9,9 @@ use crate::limits::LEAST_WINDOW_BYTES;
 /// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
-/// How long the shortest measured round trip is used. Round trips are longer while queues on the
-/// path are full. If windows followed them, they would grow and fill the queues further.
+/// The period over which the shortest round trip is measured; the shortest of this and the previous
+/// period is used. Round trips are longer while queues on the path are full. If windows followed
+/// them, they would grow and fill the queues further.
 const ROUND_TRIP_AGE_NS: u64 = 10_000_000_000;
 
 /// The bytes that a channel has delivered in the current span of time and in the span before it.
@@ -34,8 +35,8 @@ impl Meter {
         self.current = self.current.saturating_add(bytes);
     }
 
-    /// The bytes delivered in the last `span_ns`, plus a quarter so that the window can grow. The
-    /// result is exact only immediately after [`Meter::add`], when callers use it.
+    /// About the bytes delivered in the last `span_ns`, plus a quarter so that the window can grow.
+    /// Callers use it immediately after [`Meter::add`].
     pub(super) fn window(&self, span_ns: u64, now_ns: u64) -> u64 {
         let elapsed = now_ns.saturating_sub(self.began_ns).min(span_ns);
         let rest = u128::from(self.before) * u128::from(span_ns - elapsed);

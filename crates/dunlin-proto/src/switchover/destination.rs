@@ -291,7 +291,7 @@ impl Destination {
             (Self::Running | Self::Released | Self::Died, On::Cancelled) => {
                 (self, &[Do::RefuseTooLate])
             }
-            // The outcome is decided, so none of these events changes anything.
+            // Nothing is in progress, so none of these events changes anything.
             (
                 Self::Running
                 | Self::Released

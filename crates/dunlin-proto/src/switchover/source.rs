@@ -17,11 +17,11 @@ pub enum Source {
     Paused,
     /// *final* is sent.
     AwaitingReady,
-    /// *commit* is sent. From here on the VM must not run at the source unless
-    /// the destination is known to have aborted.
+    /// *commit* is sent. From here on the VM must not run at the source unless the destination is
+    /// known to have aborted or an operator decides so.
     Committed,
-    /// *commit* is sent and the control lane is lost. The guest stays paused,
-    /// and the source inquires at the destination.
+    /// *commit* is sent, and no usable answer has arrived. The guest stays paused, and the source
+    /// inquires at the destination.
     InDoubt,
     /// The VM ran at the destination and no longer does. The copy here is older,
     /// so an operator decides.
@@ -40,7 +40,7 @@ pub enum Source {
     Kept,
 }
 
-/// The operator's decision if the destination cannot answer.
+/// The operator's decision about a VM in doubt, or about one that ran and died at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resolution {
     /// The VM continues at the source. The operator vouches that it does not
@@ -97,8 +97,8 @@ pub enum SourceAction {
     /// Writes and syncs this record. Ends with [`SourceEvent::Recorded`] or
     /// [`SourceEvent::RecordFailed`].
     Record(SourceRecord),
-    /// Writes and syncs this record. A failure is only a warning, because a source
-    /// that restarts from the previous record reaches the same end by an inquiry.
+    /// Writes and syncs this record. A failure is only a warning, because a source that restarts
+    /// from the previous record reaches the same end.
     Note(SourceRecord),
     /// Pauses the guest, then sends the last pages and the state. Ends with
     /// [`SourceEvent::FinalSent`] or [`SourceEvent::Failed`].

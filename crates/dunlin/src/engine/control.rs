@@ -1,8 +1,8 @@
 //! Control messages over the control lane, in both roles.
 //!
-//! One thread reads the messages and passes each one to the session. Any thread may send. The
-//! reader also keeps the lane alive: it sends a ping when nothing has arrived for a while, answers
-//! the peer's pings, and gives the lane up when the peer stays silent. The session therefore stays
+//! One thread reads the messages and passes them to the session. Any thread may send. The reader
+//! also keeps the lane alive: it sends a ping when nothing has arrived for a while, answers the
+//! peer's pings, and gives the lane up when the peer stays silent. The session therefore stays
 //! alive while its main thread is busy.
 
 use std::sync::Arc;
@@ -19,9 +19,8 @@ use super::fault::Fault;
 use super::journal::Role;
 use super::sync::{Condvar, Mutex, lock, wait};
 
-/// After this long without a message the control lane counts as lost. The option `silence_limit` of
-/// either side overrides it. Only the workspace's tests use that option; no command has a flag for
-/// it.
+/// After this long without a message the control lane counts as lost. Each side's option
+/// `silence_limit` overrides it on that side.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// The reader sends a ping after each 1/5 of the silence limit without a message. A peer that
 /// answers one ping late therefore does not count as silent.
@@ -29,7 +28,7 @@ const PING_PART: u32 = 5;
 
 /// Maximum number of messages that the reader has delivered and the session has not taken yet. At
 /// this number the reader stops reading, so the peer must stop sending. A peer that sends faster
-/// than the session processes costs at most the memory of this many message bodies (invariant I7).
+/// than the session processes therefore costs a limited amount of memory (invariant I7).
 pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
 /// Sequence numbers of one session's control messages. When a new control lane replaces a lost one,
@@ -43,8 +42,8 @@ pub(crate) struct Sequences {
 impl Sequences {
     /// Sequence numbers for a process that continues the session of a dead process. The peer may
     /// still be alive, and skips a number that it has seen. The numbers therefore start above every
-    /// number that the dead process can have used. This holds because each epoch is recorded before
-    /// it is used, and no process sends 2^32 messages.
+    /// number that the dead process can have used. This holds because a process that continues a
+    /// session records its epoch before it sends, and no process sends 2^32 messages.
     pub(crate) fn of_epoch(epoch: u32) -> Self {
         Self {
             sent: Mutex::new(u64::from(epoch) << 32),
@@ -68,9 +67,9 @@ pub(crate) struct ControlLane {
     pub(crate) session: SessionId,
     pub(crate) epoch: u32,
     sequences: Arc<Sequences>,
-    /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong. Longer
-    /// round trips show how busy either process is (for example with building a VM) rather
-    /// than the network's delay.
+    /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong. Longer round
+    /// trips may show a busy process (for example one that builds a VM) rather than the network's
+    /// delay.
     round_trip_ns: AtomicU64,
     /// Token of the outstanding ping: the time at which it was sent; 0 if no ping is outstanding. A
     /// pong is ignored if no ping is outstanding.
@@ -157,8 +156,8 @@ impl ControlLane {
         }
     }
 
-    /// Whether the peer has been silent for so long that the lane may not work: on a working lane,
-    /// the reader would have pinged the peer by now, and the peer would have answered.
+    /// Whether no message has been received for twice the interval between pings, so that the lane
+    /// may not work.
     pub(crate) fn is_silent(&self) -> bool {
         let received = Duration::from_nanos(self.received_ns.load(Ordering::Relaxed));
         self.started.elapsed().saturating_sub(received) > self.silence_limit / PING_PART * 2
@@ -214,9 +213,9 @@ impl ControlLane {
         self.stream.shutdown();
     }
 
-    /// Reads until the lane ends; runs on its own thread. `at_once` may handle a
-    /// message on that thread, and returns whether it did. Every other message goes to
-    /// `deliver`; the last item is [`FromPeer::Lost`].
+    /// Reads until the lane ends; runs on its own thread. Handles pings and pongs. `at_once` may
+    /// handle any other message on that thread, and returns whether it did; if not, the message
+    /// goes to `deliver`. The last item is [`FromPeer::Lost`].
     pub(crate) fn read(
         &self,
         mut at_once: impl FnMut(&Message) -> Result<bool, Fault>,

@@ -90,8 +90,8 @@ impl ControlLink {
         self.reader.join()
     }
 
-    /// Converts the result of sending a message that the session repeats on a new control lane. If
-    /// this lane was lost and `is_resumable` is true, returns `Ok`, and the session continues.
+    /// Converts the result of a send. If this lane was lost and `is_resumable` is true, returns
+    /// `Ok`: the session replaces the lane and continues.
     pub(super) fn unless_resumable(
         &self,
         sent: Result<(), Fault>,

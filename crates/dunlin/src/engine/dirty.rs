@@ -30,10 +30,10 @@ use super::vmm::DirtyLog;
 /// need their own logs in addition.
 ///
 /// A region on huge pages is reported in huge pages. A region backed by a file costs page tables
-/// for the whole region, which are 1/512 of its size; a private region costs nothing for pages that
-/// were never touched. The first read of a private page may be reported as a write. With
-/// transparent huge pages, a write that populates a huge page is reported for all of its 2 MiB;
-/// later writes are reported for 4 KiB.
+/// for the whole region, which are 1/512 of its size; a private region without a file costs nothing
+/// for pages that were never touched. The first read of a private page may be reported as a write.
+/// With transparent huge pages, a write that populates a huge page is reported for all of its 2
+/// MiB; later writes are reported for 4 KiB.
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
@@ -148,9 +148,9 @@ mod tests {
 
     use super::*;
 
-    /// Only anonymous memory keeps its page-table entries. If memory has a file, the kernel may
-    /// drop a page's entry, and with it the information that the page was written. The tests of
-    /// `uffd` cover the consequences.
+    /// Only private memory without a file keeps its page-table entries. If memory has a file, the
+    /// kernel may drop a page's entry, and with it the information that the page was written. The
+    /// tests of `uffd` cover the consequences.
     #[test]
     fn i5_only_private_memory_without_a_file_is_anonymous() {
         const BYTES: usize = 2 << 20;

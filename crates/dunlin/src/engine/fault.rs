@@ -18,8 +18,8 @@ pub enum VmIs {
     /// The VM is paused at the source: its VMM's `reactivate` or `resume` failed. The VM exists
     /// nowhere else, so its VMM may repair the cause and resume it.
     StuckAtSource,
-    /// *commit* was sent and not answered. The VM is paused at the source and may run
-    /// at the destination. Keep it paused, keep the process alive, and use
+    /// *commit* was sent, and no answer showed which side has the VM. The VM is paused at the
+    /// source and may run at the destination. Keep it paused, keep the process alive, and use
     /// [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
     /// The VM was started at the destination and no longer runs there. The source has its

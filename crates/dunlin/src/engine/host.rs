@@ -55,9 +55,9 @@ impl Cancel {
         Self::default()
     }
 
-    /// Asks the session to end. Before *commit* the session ends, and the VM continues at the
-    /// source. After *commit* the session continues, and a warning reports that it is too late to
-    /// cancel. Has no effect on a session that has ended.
+    /// Asks the session to end. Before *commit* the session ends, and the VM stays at the source.
+    /// After *commit* the session continues, and a warning reports that it is too late to cancel.
+    /// Has no effect on a session that has ended.
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;

@@ -10,19 +10,20 @@
 //! ```
 //!
 //! When a session starts, its file is filled with zeros, and the file and its directory are synced.
-//! Later records overwrite the file in place: they need no new space on the disk, and their syncs
-//! write no metadata. (posix_fallocate(3) would not be enough: on ext4 and XFS the first write to
-//! preallocated space changes metadata.)
+//! Later records overwrite the file in place. Unless the file system copies on write, they need no
+//! new space on the disk, and their syncs write no metadata. (posix_fallocate(3) would not be
+//! enough: on ext4 and XFS the first write to preallocated space changes metadata.)
 //!
-//! [`Journal::none`] keeps records in the process's memory. Drawback: if a process dies
-//! after *commit*, the other side gets the answer *no record*, or no answer, and the VM
-//! stays in doubt until an operator has found where it runs. A source that is restarted
+//! [`Journal::none`] keeps records in the process's memory. Drawback: if the destination's process
+//! dies before it has answered *commit*, the source gets the answer *no record*, or no answer, and
+//! the VM stays in doubt until an operator has found where it runs. A source that is restarted
 //! after its process died has no sign that it must not start the VM again.
 //!
 //! A session's record is removed when no side will ask about the session again. If a side does not
-//! learn that the record is obsolete, it removes the record when the same VM moves again. That is
-//! safe because a source starts no session while an earlier session of its VM is undecided, so it
-//! will not ask about any earlier session.
+//! learn that the record is obsolete, it may remove the record when the same VM moves again
+//! ([`SessionJournal`]'s `begin` has the conditions). That is safe because a source starts no
+//! session while an earlier session of its VM is undecided, so it will not ask about any earlier
+//! session.
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State};
 pub use dunlin_proto::negotiate::SessionId;

@@ -91,9 +91,8 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
     }
 }
 
-/// The VMM's own writes through vm-memory, as a [`DirtyLog`]. A VMM on a hypervisor needs this log
-/// in addition to the hypervisor's log. If all writes go through vm-memory, the VMM needs no other
-/// log.
+/// The VMM's own writes through vm-memory, as a [`DirtyLog`]. A hypervisor's log does not contain
+/// these writes. If all writes go through vm-memory, the VMM needs no other log.
 ///
 /// vm-memory's bitmap always records, so [`OwnWrites::start`] only clears it.
 #[derive(Debug)]
@@ -155,7 +154,7 @@ const PIECE_BYTES: u64 = 64 << 20;
 ///
 /// [`Occupancy`] finds the holes. [`GuestMemory::ranges_to_send`] is not used, because pages that
 /// it fails to report would be missing from both digests, and the digests would still be equal. If
-/// the holes are unknown, all memory is read.
+/// the holes of a region are unknown, all of the region is read.
 ///
 /// # Errors
 /// A region cannot be read.

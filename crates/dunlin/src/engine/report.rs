@@ -5,7 +5,7 @@ use std::time::Duration;
 use dunlin_proto::journal::SourceRecord;
 use dunlin_proto::negotiate::LaneSecurity;
 
-/// Bytes by kind, counted at the source.
+/// Pages and bytes by kind, counted at the source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
@@ -21,7 +21,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Adds the counts of another lane or iteration.
+    /// Adds the counts of another lane.
     pub(super) fn add(&mut self, other: &Self) {
         self.raw_pages += other.raw_pages;
         self.zero_pages += other.zero_pages;
@@ -36,14 +36,14 @@ impl Traffic {
 pub struct Iteration {
     /// Counted from 1.
     pub number: u32,
-    /// Time until the iteration's last chunk was given to a lane and most of the data in flight had
-    /// arrived, or until the time limit; for the last iteration, [`Downtime::last_pages`].
+    /// From the start of the iteration until the dirty logs are read; for the last iteration,
+    /// [`Downtime::last_pages`].
     pub duration: Duration,
     /// Pages pending at the start of the iteration.
     pub pages: u64,
     /// Pages dirtied during the iteration; the next iteration sends them.
     pub dirtied_pages: u64,
-    /// Bytes on the wire during the iteration.
+    /// Bytes that the data lanes wrote to their sockets during the iteration.
     pub wire_bytes: u64,
     /// Expected downtime if the guest were paused at the end of the iteration; for the last
     /// iteration, the expectation of the previous one.
@@ -70,7 +70,7 @@ pub struct Downtime {
     pub resume: Duration,
     /// From the pause to *running*: the downtime as seen from outside.
     pub total: Duration,
-    /// Downtime as the guest saw it, if the destination could measure it.
+    /// Downtime as the guest saw it, if the destination reported it.
     pub guest: Option<Duration>,
 }
 
@@ -87,7 +87,7 @@ pub struct Report {
     pub lanes: Vec<(u16, u64)>,
     /// Number of lost lanes. Other lanes took over their work.
     pub lanes_lost: u32,
-    /// How often the control lane was lost and replaced.
+    /// How often the control lane was lost and replaced while the guest ran.
     pub control_resumed: u32,
     /// Pages sent again because their lane was lost.
     pub pages_again: u64,
@@ -99,7 +99,8 @@ pub struct Report {
     pub downtime: Downtime,
     /// CPU time of this session's threads at the source.
     pub source_cpu: Duration,
-    /// CPU time of this session's threads at the destination.
+    /// CPU time of this session's threads at the destination; zero if only an inquiry showed the
+    /// outcome.
     pub destination_cpu: Duration,
     /// `Some(true)` if the digests of both memories are equal; `None` without verification.
     /// Different digests are an error.
@@ -123,8 +124,7 @@ pub enum Event {
         /// The lane's number.
         lane: u16,
     },
-    /// A data lane is lost. Its unconfirmed pages are sent on the other lanes, and
-    /// another lane replaces it.
+    /// A data lane is lost. Its unconfirmed pages are sent again on other lanes.
     LaneLost {
         /// The lane's number.
         lane: u16,
@@ -174,7 +174,8 @@ pub enum Event {
 pub struct Progress {
     /// The current iteration.
     pub iteration: u32,
-    /// Bytes of guest memory per second that the destination received recently.
+    /// The measured bandwidth in bytes per second. Before the first measurement, the average of
+    /// what the lanes have sent.
     pub bytes_per_s: u64,
     /// Bytes still to send in this iteration.
     pub remaining_bytes: u64,

@@ -33,8 +33,8 @@ pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 /// [`crate::engine::memory::MappedMemory`] implements it over
 /// `vm_memory::GuestMemoryMmap`.
 pub trait GuestMemory: Send + Sync {
-    /// Regions in ascending order of identifier, which is the order in which they are sent. The
-    /// table must not change during a session: refuse memory hot-plug until the session ends.
+    /// Regions in ascending order of identifier. The table must not change during a session: refuse
+    /// memory hot-plug until the session ends.
     ///
     /// Device state too large for sections goes into its own region
     /// ([`RegionKind::StateStream`]) and is moved like memory. The VMM writes it no
@@ -96,7 +96,8 @@ pub trait DirtyLog: Send {
     /// The log is lost. The migration fails.
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()>;
 
-    /// Stops recording. The engine calls this method at the end of every migration, failed or not.
+    /// Stops recording. At the end of a migration, failed or not, the engine calls this method on
+    /// every log that [`SourceVm::dirty_logs`] has returned.
     ///
     /// # Errors
     /// Reported as a warning. The guest may run slower until a later call succeeds.
@@ -108,7 +109,7 @@ pub trait DirtyLog: Send {
 pub enum RunState {
     /// The guest's vCPUs run.
     Running,
-    /// The VM's owner has paused the guest.
+    /// The guest is paused.
     Paused,
     /// The guest powered itself off.
     PoweredOff,
@@ -179,7 +180,8 @@ pub trait SourceVm: Send + Sync {
 
     /// Slows the guest so that it dirties memory at about (100 − `percent`) % of its normal rate; 0
     /// is full speed. Returns whether the VMM supports throttling; by default it does not. Without
-    /// throttling, a guest that writes faster than the link carries its memory cannot be moved.
+    /// throttling, a guest that writes faster than the link carries its memory cannot be moved
+    /// within the downtime limit.
     ///
     /// # Errors
     /// Reported as a warning, and otherwise handled as if the VMM did not support throttling.

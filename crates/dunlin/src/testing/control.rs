@@ -147,7 +147,8 @@ fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
     let mut log = Union(vm.dirty_logs());
     log.start().map_err(failed("DirtyLog::start"))?;
-    // Counts in short steps: in each step, a page counts only once, even if it is written many times.
+    // Counts in short steps: in each step, a page counts only once, even if it is written many
+    // times.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
     for _ in 0..WINDOW.as_millis() / step.as_millis() {

@@ -219,7 +219,7 @@ fn live(world: &mut World) {
     world.history.ran_there = true;
 }
 
-/// The lane of the newest epoch, `None` after a restart.
+/// The lane of the newest epoch; `None` between a restart and an inquiry.
 fn newest_lane(world: &World) -> Option<usize> {
     usize::from(world.destination.epoch).checked_sub(1)
 }

@@ -54,7 +54,7 @@ pub(super) fn possible(world: &World, steps: &mut Vec<Step>) {
     }
     if process.state.may_resolve() {
         // The operator decides only after finding one of these facts at the destination: the VM
-        // runs, the process is dead, or the process has answered that the VM will never run.
+        // lives, the process is dead, or the process is in a state from which the guest cannot run.
         if world.destination.copy == Copy::Live {
             steps.push(Step::Resolve(Resolution::Destroy));
         } else if operator_sees_it_will_not_run(world) && world.source.copy == Copy::Paused {

@@ -243,7 +243,7 @@ impl World<'_> {
         read
     }
 
-    /// Processes a packet that the old control lane's reader had read before the lane was closed.
+    /// Processes a packet that an old control lane's reader had read before the lane was closed.
     pub(super) fn drained(&mut self, packet: Packet) {
         self.say(|| format!("destination: drains {packet:?}"));
         match packet {

@@ -39,8 +39,8 @@ impl Lane {
 }
 
 impl World<'_> {
-    /// Wakes the thread that reads from this connection. Returns whether there is such a thread, or
-    /// whether the lane waits to be admitted.
+    /// Wakes the thread that reads from this connection. Returns true if there is such a thread or
+    /// the lane waits to be admitted.
     pub(crate) fn destination_lane_has_news(&mut self, connection: usize, number: u16) -> bool {
         let lane = self
             .destination

@@ -11,7 +11,7 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// The minimum duration of an iteration.
+/// The minimum duration of an iteration before the last.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
 /// If no fault was active for this time, no thread may still be waiting because of a fault.
 const UNDISTURBED_NS: u64 = 10_000 * MS;

@@ -17,7 +17,7 @@ pub(super) struct Control {
     up: [bool; 2],
     /// Messages in flight to each side, with arrival time and epoch.
     packets: [VecDeque<(u64, u32, Vec<u8>)>; 2],
-    /// Whether a side has given up.
+    /// Whether each side has given up.
     over: [bool; 2],
 }
 

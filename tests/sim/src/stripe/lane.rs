@@ -38,7 +38,7 @@ pub(super) struct Lane {
     sender_over: bool,
     receiver_over: bool,
     admitted: bool,
-    /// Whether the receiving thread is buffering a piece.
+    /// Whether the receiving thread is buffering or writing a piece.
     busy: bool,
     keeping: Option<(Data, Piece)>,
     /// Whether the other side has opened the lane, and the sender has not taken it yet.

@@ -6,15 +6,15 @@ use crate::random::Random;
 /// Kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StrikeKind {
-    /// A lane is cut; some packets in flight still arrive.
+    /// A lane is cut; packets in flight may still arrive.
     LaneCut,
     /// A lane drops everything silently.
     LaneSwallowed,
     /// A lane delays everything for a while.
     LaneHeld,
-    /// A lane drops to a thirtieth of its rate.
+    /// A lane drops to a thirtieth of its rate, but not below 100 kB/s.
     LaneSlow,
-    /// The control lane is cut; some messages in flight still arrive.
+    /// The control lane is cut; messages in flight may still arrive.
     ControlCut,
     /// No lane can be opened for a while.
     NoNewLanes,
@@ -38,7 +38,7 @@ pub struct Strike {
 pub enum Ending {
     /// Each direction ends when everything is sent.
     Well,
-    /// One side resets its connection some time after it was accepted.
+    /// One side resets its connection some time after the channel was accepted.
     Reset {
         /// 0 is the connecting program.
         side: usize,
@@ -58,7 +58,7 @@ pub struct Talk {
     pub burst: u64,
     /// The time between two bursts.
     pub pause_ns: u64,
-    /// The number of bytes that it receives with one read.
+    /// The largest number of bytes that it receives with one read.
     pub bite: u64,
     /// The time between two reads.
     pub bite_ns: u64,
@@ -78,7 +78,7 @@ pub struct Channel {
     pub at_ns: u64,
     /// The largest window of the channel.
     pub window_bytes: u64,
-    /// The data of the connecting side and of the accepting side.
+    /// What the program at `opener` does, and what the program at the other side does.
     pub talks: [Talk; 2],
     /// How the channel ends.
     pub ending: Ending,
@@ -91,7 +91,7 @@ pub struct Plan {
     pub seed: u64,
     /// The number of lanes on which each side sends.
     pub lanes: u16,
-    /// The delay in one direction.
+    /// The smallest delay in one direction.
     pub latency_ns: u64,
     /// The rate of a lane, in bytes per second.
     pub rate: u64,

@@ -26,9 +26,9 @@ pub struct Tally {
     pub steps: u64,
     /// Virtual time in nanoseconds.
     pub virtual_ns: u64,
-    /// The number of channels that ended well.
+    /// The number of channels that at least one side closed normally.
     pub closed: u64,
-    /// The number of channels that were refused or reset.
+    /// The number of other channels that ended.
     pub aborted: u64,
     /// The number of pieces that arrived.
     pub pieces: u64,
@@ -70,7 +70,7 @@ pub(super) enum Event {
     Read(usize, u16, u32, u32),
     /// A sending thread is free again.
     Free(usize),
-    /// The first packet of a connection may have arrived.
+    /// The next packet of a connection may have arrived.
     Arrives(usize),
     /// A receiving thread has buffered a piece.
     Kept(usize),
@@ -272,7 +272,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Executes the actions that the trunk of `side` requests, and sends its messages.
+    /// Executes the actions that the trunk of `side` requests, sends its messages, and gives work
+    /// to its lanes.
     fn drive(&mut self, side: usize) {
         loop {
             while let Some(action) = self.sides[side].poll(self.now_ns) {

@@ -38,13 +38,13 @@ pub enum Arrival {
         /// The reason.
         reason: RejectReason,
     },
-    /// Descriptors or memory ran out while no connection was pending, so none could be evicted.
-    /// Not reported again until another connection has been accepted.
+    /// Descriptors or memory ran out while no connection was pending, so none could be evicted. Not
+    /// reported again until accepting has worked.
     Starved(io::Error),
 }
 
-/// An accepted data lane. Its socket is in blocking mode, and nothing beyond the opening message
-/// has been read from it.
+/// An accepted data lane. Its socket is in blocking mode, and nothing after the last record of the
+/// opening message has been read from it.
 #[derive(Debug)]
 pub enum LaneSocket {
     /// The peer is authenticated.

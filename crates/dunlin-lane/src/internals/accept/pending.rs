@@ -39,7 +39,7 @@ pub(super) enum Outcome {
     Starved(io::Error),
 }
 
-/// A connection with an incomplete opening message.
+/// A connection until its opening message is complete.
 pub(super) struct Pending {
     pub(super) stream: TcpStream,
     pub(super) from: SocketAddr,
@@ -90,9 +90,7 @@ impl Pending {
 
     /// The progress of the connection: 0 if refused, 1 if silent, 2 after the first byte, 3 after
     /// the first handshake record (a plain lane stays at 2). The connection with the least progress
-    /// is evicted first. Honest TLS peers reach the last stage, so an attacker's connection can
-    /// displace them only if it reaches that stage too, where each connection costs this host a
-    /// signature.
+    /// is evicted first; honest TLS peers soon reach the last stage.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,

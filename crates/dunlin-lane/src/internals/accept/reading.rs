@@ -124,7 +124,7 @@ impl Reading {
     }
 }
 
-/// Returns `Ok(false)` if the error only means that no data is available yet.
+/// Returns `Ok(false)` if the error only means that the call must be repeated later.
 ///
 /// # Errors
 /// The reason for rejecting the connection, for every other error.

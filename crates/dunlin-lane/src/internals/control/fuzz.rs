@@ -1,5 +1,5 @@
-//! The accepting side of a control lane on one connection, for tests. [`accept`](super::super::accept)
-//! serves all connections of a listener.
+//! The accepting side of a control lane on one connection, for tests.
+//! [`accept`](super::super::accept) serves all connections of a listener.
 
 use std::net::TcpStream;
 use std::sync::Arc;

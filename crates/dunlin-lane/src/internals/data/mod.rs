@@ -1,11 +1,11 @@
 //! Data lanes: frames of pages in one direction.
 //!
 //! A [`DataSender`] seals the records of a frame into one buffer that stays in the cache, and
-//! writes them to the socket in one call. A [`DataReceiver`] reads large blocks and opens records
-//! one by one. If the crypto library supports it, pages are sealed straight from the source's
-//! memory ([`Frame::guest_page`]) and opened straight into the destination's memory
+//! writes them to the socket, if possible in one call. A [`DataReceiver`] reads large blocks and
+//! opens records one by one. If the crypto library supports it, pages are sealed straight from the
+//! source's memory ([`Frame::guest_page`]) and opened straight into the destination's memory
 //! ([`DataReceiver::payload_into`]); otherwise each side copies them once. The kernel's own copies
-//! are additional. Nothing is allocated after the lane is set up.
+//! are additional. Sending and receiving frames allocates nothing.
 //!
 //! A frame consists of a header, which the caller defines, and a payload. The header must contain
 //! the payload's length. Three kinds of security share this code: TLS records made by this process,
@@ -33,7 +33,7 @@ use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
 
 /// The unit of a frame's payload. A larger guest page consists of several units.
 pub const PAGE_BYTES: usize = 4096;
-/// Pages in a full record; no page crosses the boundary of a record.
+/// Pages in a full record. No page crosses the boundary of a record that this process makes.
 pub const PAGES_PER_RECORD: usize = CONTENT_BYTES / PAGE_BYTES;
 /// Payload records in a full frame, not counting the header's record.
 pub const RECORDS_PER_FRAME: usize = 16;
@@ -53,7 +53,7 @@ const _: () = assert!(HEADER_LIMIT_BYTES <= CONTENT_BYTES);
 /// Default limit for the time without progress on a lane.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Proof that both sides agreed to send this session's memory unencrypted.
+/// Proof that lanes may carry plain bytes: both sides agreed to it, or IPsec protects the lanes.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainConsent(());
 
@@ -78,7 +78,8 @@ pub struct Counters {
     pub content_bytes: u64,
     /// Bytes on the connection, including the records' overhead.
     pub wire_bytes: u64,
-    /// The number of data records; zero on a plain lane.
+    /// The number of data records; zero on a plain lane. Where the kernel opens records, it is the
+    /// minimum.
     pub records: u64,
     /// Read or write calls on the socket.
     pub calls: u64,
@@ -89,15 +90,15 @@ pub struct Counters {
 pub struct Canceller(Link);
 
 impl Canceller {
-    /// Wakes the thread that is blocked in a call on the lane. The blocked call and every later one
-    /// return a `Cancelled` error; the peer's connection ends without a close.
+    /// Wakes the thread that is blocked in a call on the lane. The call returns a `Cancelled`
+    /// error; the peer's connection ends without a close.
     pub fn shutdown(&self) {
         self.0.cancelled.store(true, Ordering::SeqCst);
         // This fails only if the connection has already ended, and that end also wakes the thread.
         let _ = self.0.stream.shutdown(Shutdown::Both);
     }
 
-    /// What the lane's connection has carried; zeros if the kernel does not tell.
+    /// What the lane's connection has carried; zeros if the kernel does not report it.
     #[must_use]
     #[cfg(feature = "unstable-internals")]
     pub fn traffic(&self) -> dunlin_linux::tcp::Traffic {

@@ -33,7 +33,8 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 
 /// Maximum number of pieces of guest memory into which one record is opened. A record that spans
 /// more pieces is opened in the receive buffer and then copied. A record of a
-/// [`DataSender`](super::DataSender) needs at most four pieces, one for each page.
+/// [`DataSender`](super::DataSender) needs at most five pieces of a page each: if the kernel seals,
+/// a record may begin and end within a page.
 const TARGETS_PER_RECORD: usize = 8;
 
 /// The number of bytes to read from a record that is not data. An alert has two bytes, so a third
@@ -222,9 +223,7 @@ impl DataReceiver {
     }
 
     /// Passes the next `bytes` of the frame to `take`, in order, in pieces that refer to the opened
-    /// records. Pieces may have any length. Pieces of pages from a
-    /// [`DataSender`](super::DataSender) end at page boundaries; another implementation may split
-    /// the pages elsewhere.
+    /// records. Pieces may have any length and may end within a page.
     ///
     /// # Errors
     /// [`ReceiveError`]; `take` may have received some of the pieces.

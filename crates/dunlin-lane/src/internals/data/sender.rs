@@ -25,7 +25,7 @@ use crate::internals::record::{
     RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
 };
 
-/// Maximum wait for the peer's alert after a failed write.
+/// Maximum duration of each read for the peer's alert after a failed write.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
 /// Maximum length of a payload that shares a record with its header. It is one page, because
@@ -39,7 +39,7 @@ const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SendError {
-    /// The peer does not read.
+    /// The connection accepted no data for the stall limit.
     #[error("the peer accepted no data for {limit:?}: the peer or the network hangs")]
     Stalled {
         /// The lane's stall limit.
@@ -222,7 +222,8 @@ impl DataSender {
         }
     }
 
-    /// Sends close_notify. Without it the peer treats the end of the connection as a failure.
+    /// Ends the lane's data. On an encrypted lane it sends close_notify, without which the peer
+    /// treats the end of the connection as a failure.
     ///
     /// # Errors
     /// [`SendError`].
@@ -449,8 +450,8 @@ impl DataSender {
         }
     }
 
-    /// Reads the peer's alert. A destination that refuses this side's certificate sends its alert
-    /// only after this side has completed the handshake, so a source can read the reason only here.
+    /// Reads the peer's alert. The side that accepts a connection refuses a certificate only after
+    /// this side has completed the handshake, so the reason is read here.
     fn reason(&mut self) -> Option<Alert> {
         self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
         let keys = match &mut self.security {
@@ -488,7 +489,8 @@ impl<'a> Frame<'a> {
     }
 
     /// Adds a page of guest memory, unless it is zero. Returns whether it was added. If the crypto
-    /// library supports it, the page is sealed straight from guest memory, without a copy.
+    /// library supports it, the pages of a frame with more than one page are sealed straight from
+    /// guest memory, without a copy.
     ///
     /// The page is read again when [`Frame::finish`] seals the frame. If the guest writes to the
     /// page in the meantime, a dirty log that is fetched later must contain the write, as for every
@@ -517,7 +519,7 @@ impl<'a> Frame<'a> {
     }
 
     /// Makes `memory`, including zero pages, the payload of an empty frame. If the crypto library
-    /// supports it, the memory is sealed in place, without a copy.
+    /// supports it, more than a page is sealed straight from there, without a copy.
     ///
     /// # Errors
     /// [`FrameError::Full`] if `memory` is longer than [`BATCH_BYTES`], or if the frame is not

@@ -124,7 +124,7 @@ pub enum HandshakeError {
     /// Any other protocol violation.
     #[error("the peer violated the TLS protocol: {0}")]
     Protocol(#[source] rustls::Error),
-    /// A local failure that no peer can cause.
+    /// A local failure.
     #[error("local failure during the TLS handshake: {0}")]
     Local(String),
 }

@@ -119,7 +119,7 @@ impl Greeting {
         })
     }
 
-    /// Whether no record has arrived.
+    /// Whether no complete record has arrived.
     pub(crate) fn is_fresh(&self) -> bool {
         self.reading.received == 0
     }
@@ -155,8 +155,8 @@ impl Greeting {
         }
     }
 
-    /// Reads the server name as soon as the hello is complete. The type of rustls that reads records
-    /// from a caller's buffer does not report the name.
+    /// Reads the server name as soon as the hello is complete. The type of rustls that reads
+    /// records from a caller's buffer does not report the name.
     fn look_at_hello(&mut self) {
         let Some(hello) = &mut self.hello else { return };
         hello.extend_from_slice(&self.reading.record);

@@ -14,8 +14,7 @@ use super::layout::Layout;
 /// Maximum size of an identity file; a bundle of all public authorities needs a quarter of it.
 pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Why an identity cannot be used. The cause is a file, its permissions or its content. The message
-/// names the file and the remedy.
+/// Why an identity cannot be used. The message names the file or directory and the remedy.
 #[derive(Debug, Error)]
 #[error(transparent)]
 pub struct IdentityError(#[from] IdentityErrorKind);
@@ -191,7 +190,7 @@ pub(super) fn bad_item<E: ToString>(
     }
 }
 
-/// Why TLS settings cannot be made from an identity. The fault is in the configuration.
+/// Why TLS settings cannot be made from an identity.
 #[derive(Debug, Error)]
 #[error(transparent)]
 pub struct SettingsError(SettingsErrorKind);

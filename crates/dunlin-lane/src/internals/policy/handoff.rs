@@ -31,7 +31,8 @@ pub struct HandoffTls {
 
 impl HandoffTls {
     /// Returns settings that offer `offer` to a peer trusted by `trust`. If given, `server` is sent
-    /// as SNI, and the certificate of `identity` is presented.
+    /// as SNI unless it is an IP address, and the certificate of `identity` is presented if the
+    /// peer requests one.
     ///
     /// # Errors
     /// [`SettingsError`].

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 
 /// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
-/// no implementation in use sends tickets that large.
+/// common implementations do not send them.
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
 /// Maximum number of TLS messages without data in between. A longer sequence is an attack or a
 /// fault.

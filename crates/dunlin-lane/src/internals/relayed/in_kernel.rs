@@ -1,5 +1,5 @@
 //! A relay's connection with kernel TLS. The kernel moves data from socket to socket. This module
-//! handles the records that are not data, and counts all records.
+//! handles the records that are not data, and counts those with data.
 //!
 //! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
 //! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a

@@ -35,8 +35,9 @@ pub struct Bundle {
 /// Which servers a hand-off trusts.
 #[derive(Clone, Debug)]
 pub enum TrustPolicy {
-    /// Servers with any certificate that this host's identity does not deny or revoke. The connection is
-    /// protected against eavesdroppers, but not against an attacker that takes the server's place.
+    /// Servers with any certificate that this host's identity does not deny or revoke. The
+    /// connection is protected against eavesdroppers, but not against an attacker that takes the
+    /// server's place.
     AnyCertificate,
     /// Servers with a certificate that is in the bundle or was issued by an authority in it. If
     /// names are required, the certificate must have one of them.

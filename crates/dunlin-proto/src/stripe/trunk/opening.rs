@@ -22,8 +22,8 @@ use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
 impl<T: Clone> Trunk<T> {
-    /// Opens a channel for an accepted connection and returns its number. [`Action::Opened`] or
-    /// [`Action::Refused`] follows; nothing is read before that.
+    /// Opens a channel for an accepted connection and returns its number. [`Action::Opened`],
+    /// [`Action::Refused`] or [`Action::Abort`] follows; nothing is read before that.
     ///
     /// # Errors
     /// [`OpenError`]; nothing has changed.

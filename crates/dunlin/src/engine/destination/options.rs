@@ -140,9 +140,9 @@ impl OptionsBuilder {
         self
     }
 
-    /// The session ends if the source sends no chunk, mark or new control message for this long, even
-    /// if it answers pings. The limit exists because no other source can move a VM here during the
-    /// session. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
+    /// The session ends if the source sends no chunk, mark or new control message for this long,
+    /// even if it answers pings. The limit exists because no other source can move a VM here during
+    /// the session. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
     /// than [`SourceVm::hold`](crate::engine::vmm::SourceVm::hold) may block at the source.
     /// Default: 300 s.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {

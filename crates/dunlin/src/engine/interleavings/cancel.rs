@@ -54,7 +54,7 @@ pub(super) fn backlog() {
     reader.join().unwrap();
 }
 
-/// When its lane ends, a reader that waits in `await_room` ends too. It then queues at most one
+/// A reader that waits in `await_room` ends when the lane is closed. It then queues at most one
 /// message more than the limit.
 pub(super) fn backlog_closes() {
     let backlog = Arc::new(Backlog::default());
@@ -73,6 +73,5 @@ pub(super) fn backlog_closes() {
     read.recv().expect("the reader lives");
     backlog.close();
     reader.join().unwrap();
-    // A reader that waits in `await_room` may deliver one more message when its lane ends.
     assert!(read.iter().count() <= QUEUED_MESSAGES + 1);
 }

@@ -72,7 +72,7 @@ pub enum JournalError {
         /// The file in which the session would be recorded.
         path: PathBuf,
     },
-    /// The record does not fit into a slot: a bug in the engine.
+    /// A text in the record is too long.
     #[error("cannot encode the record")]
     Record(#[from] EncodeError),
 }

@@ -148,8 +148,8 @@ impl Directory {
             let path = self.path.join(&name);
             let file = match regular::open(&path, false) {
                 Ok(file) => file,
-                // This is not a file of a journal. List it as unreadable, so that the other
-                // sessions are listed too.
+                // This is not a regular file. List it as unreadable, so that the other sessions are
+                // listed too.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                     entries.push(Entry {
                         session,
@@ -246,7 +246,7 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Reads the peer block. A file that ends before the block comes from a release without
+/// Reads the peer block. A file that ends before the block counts as one from a release without
 /// peer blocks.
 fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     if file.metadata()?.len() <= SLOTS_BYTES as u64 {

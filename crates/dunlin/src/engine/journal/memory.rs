@@ -14,9 +14,9 @@ use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
 
-/// Maximum number of sessions. Beyond it, the oldest session that no thread holds is removed, and
-/// inquiries about it can no longer be answered. A peer reaches the maximum only with more failing
-/// sessions than any host has VMs (invariant I8).
+/// At this number of sessions, a new session displaces the oldest one that no thread holds, and
+/// inquiries about that one can no longer be answered. A peer reaches the number only with more
+/// failing sessions than any host has VMs (invariant I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);

@@ -62,16 +62,15 @@ impl SessionJournal {
         }
     }
 
-    /// Creates and locks the file of the session in `record`, with space for all of its
-    /// later records. Nothing is recorded yet; only the role of `record.state` is used.
+    /// Creates and locks the file of the session in `record`, with space for all of its later
+    /// records. Nothing is recorded yet.
     ///
     /// An existing session may be started again if its last attempt has ended and this
     /// attempt has a higher number.
     ///
     /// # Errors
-    /// [`JournalError::Io`] if there is no space; [`JournalError::Held`],
-    /// [`JournalError::Undecided`] and [`JournalError::Unreadable`] for an existing
-    /// session.
+    /// [`JournalError::Io`], for example if there is no space; [`JournalError::Held`],
+    /// [`JournalError::Undecided`] and [`JournalError::Unreadable`] for an existing session.
     pub fn create(journal: &Journal, record: Record) -> Result<Self, JournalError> {
         let role = Role::of(record.state);
         let held = match &journal.0 {
@@ -91,8 +90,8 @@ impl SessionJournal {
     /// At the source, obsolete records are those of earlier sessions of the same VM. `peer` is
     /// `None`, because a source has not connected to a peer yet. At the destination, only sessions
     /// that `peer` started can be obsolete: those of the same VM unless the record is *running*,
-    /// and, beyond [`MAX_RECORDS_OF_A_PEER`], the oldest in which another VM never ran here. A
-    /// record that a living process holds stays.
+    /// and, beyond [`MAX_RECORDS_OF_A_PEER`], the oldest of other VMs that never ran here. A record
+    /// that a living process holds stays.
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -146,12 +145,11 @@ impl SessionJournal {
         Self::create(journal, record)
     }
 
-    /// Takes over the session of a dead process.
+    /// Takes over a session that no process holds (without files: no thread of this process).
     ///
     /// # Errors
-    /// [`JournalError::Missing`], including when nothing was ever recorded;
-    /// [`JournalError::Held`] while the process lives; [`JournalError::Unreadable`];
-    /// [`JournalError::Io`].
+    /// [`JournalError::Missing`], including when nothing was ever recorded; [`JournalError::Held`];
+    /// [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn take(journal: &Journal, session: SessionId, role: Role) -> Result<Self, JournalError> {
         let directory = match &journal.0 {
             Storage::Directory(directory) => directory,
@@ -205,12 +203,12 @@ impl SessionJournal {
         is_with(&self.peer, &self.record, peer)
     }
 
-    /// Records the state of this side. When it returns, the record is on the disk, unless the
-    /// journal is in memory.
+    /// Records the state of this side: on success the record is on the disk, unless the journal is
+    /// in memory.
     ///
     /// # Errors
-    /// [`JournalError::Io`]: the disk then holds the previous record or this one. The
-    /// caller may retry.
+    /// [`JournalError::Io`]: the disk then holds the previous record or this one, and the caller
+    /// may retry. [`JournalError::Record`].
     pub fn write(&mut self, state: State) -> Result<(), JournalError> {
         let record = Record {
             state,
@@ -244,8 +242,7 @@ impl SessionJournal {
     /// Removes the session's record. Call it when no side will ask about the session again.
     ///
     /// # Errors
-    /// [`JournalError::Io`]: the record still exists, or reappears if the host crashes
-    /// now.
+    /// [`JournalError::Io`]: the record still exists, or may reappear if the host crashes now.
     pub fn forget(self) -> Result<(), JournalError> {
         match self.held {
             Held::File(held) => held.forget(),

@@ -80,7 +80,8 @@ impl Journal {
         }
     }
 
-    /// Every session in the journal, oldest first.
+    /// Every session in the journal, oldest first. Sessions without a readable record come before
+    /// all others.
     ///
     /// # Errors
     /// [`JournalError::Io`].

@@ -34,7 +34,7 @@ use super::options::Options;
 /// Where the VM of a session is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmLocation {
-    /// The VM is at the source and continues there, unless it died with its process.
+    /// The VM is at the source, unless it died with its process.
     AtSource,
     /// The VM is at the destination; the copy at the source is destroyed.
     AtDestination,
@@ -77,8 +77,8 @@ impl Doubt {
     /// the other options, only those for connections apply. `vm` is the VM if it ran outside the
     /// dead process, or `None` if the VM died with that process.
     ///
-    /// The call cannot be cancelled. It blocks for at most `options.doubt_limit`, plus one second
-    /// for the destination to close the lane.
+    /// The call cannot be cancelled. It waits for the destination for at most
+    /// `options.doubt_limit`, plus one second until the destination closes the lane.
     ///
     /// # Errors
     /// [`ResolveError`]: an action that follows from the record or the answer failed.
@@ -144,7 +144,8 @@ impl Doubt {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
-        // Record the epoch first: a later process numbers its messages from this epoch.
+        // Record the epoch first, so that a later process uses a higher one and numbers its
+        // messages above those of this process.
         self.journal
             .write_epoch(epoch)
             .or_fault(FaultCode::Journal, "cannot record the inquiry")?;
@@ -175,7 +176,7 @@ impl Doubt {
             &**host,
             &CpuTime::default(),
             |_| Ok(false),
-            // Sending fails only after the answer has been received.
+            // Sending does not fail, because the receiver outlives the reader.
             move |_, message| drop(sender.send(message)),
         )?;
         let inquiry = Inquiry { control, messages };
@@ -207,7 +208,8 @@ impl Inquiry {
                         attempt: theirs,
                         verdict,
                     } if theirs == attempt => return Ok(On::answer(attempt, theirs, verdict)),
-                    // The destination sent one of these messages before it read the inquiry.
+                    // The destination may have sent one of these messages before it read the
+                    // inquiry.
                     Message::Running { .. } => return Ok(On::Running),
                     Message::Cancel { .. } => return Ok(On::PeerCancelled),
                     Message::Refuse { fault, text } => return Err(Fault::from_peer(fault, text)),

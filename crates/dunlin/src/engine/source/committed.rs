@@ -27,8 +27,8 @@ pub(super) struct Committed<'a> {
     figures: Figures,
     /// When the guest was paused.
     paused: Instant,
-    /// When all conditions of *commit* were met; *commit* follows immediately, and the limit for its
-    /// answer begins.
+    /// When all conditions of *commit* were met; *commit* follows immediately, and the limit for
+    /// its answer begins.
     agreed: Instant,
     /// Remaining actions of the switchover.
     rest: Rest,
@@ -69,8 +69,8 @@ impl<'a> Committed<'a> {
         }
     }
 
-    /// Sends *commit*, and waits until it is decided which side has the VM, or until no
-    /// decision can be reached.
+    /// Sends *commit*, and waits until it is decided which side has the VM, or until the source
+    /// stops asking.
     pub(super) fn settle(mut self) -> Settled {
         let commit = info_span!("commit").entered();
         let rest = self.rest;
@@ -152,7 +152,7 @@ impl<'a> Committed<'a> {
     }
 }
 
-/// No answer arrived after *commit*: the guest stays paused, and the source asks the
+/// No usable answer arrived after *commit*: the guest stays paused, and the source asks the
 /// destination.
 struct InDoubt<'a> {
     committed: Committed<'a>,
@@ -259,7 +259,7 @@ impl<'a> InDoubt<'a> {
     }
 }
 
-/// Waits for the destination's next message, which answers `what`.
+/// Waits for the destination's next message, which should answer `what`.
 fn await_message(
     transfer: &mut Transfer<'_>,
     what: &str,

@@ -257,7 +257,8 @@ fn begin_record(
             Ok(journal)
         }
         Err(error) => {
-            // Best effort: other processes ignore a file without a record.
+            // Best effort: neither a file without a record nor one with *migrating* prevents
+            // another migration.
             let _ = journal.forget();
             Err(unrecorded(error))
         }

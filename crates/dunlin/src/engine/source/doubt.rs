@@ -23,7 +23,8 @@ const RETRY_LAST: Duration = Duration::from_secs(2);
 /// memory or from its journal.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
-/// The delays between inquiries, up to a time limit. Each delay is twice the previous one.
+/// The delays between inquiries, which double up to [`RETRY_LAST`], and the time limit of all
+/// inquiries.
 pub(super) struct Inquiries {
     pub(super) until: Instant,
     delay: Duration,
@@ -51,8 +52,8 @@ impl Inquiries {
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 
-/// A VM that stays paused at the source until an operator decides. While this value exists, the
-/// record is locked, which shows other processes that the VM's process lives.
+/// A VM that stays paused at the source until the destination answers or an operator decides. While
+/// this value exists, the record is locked, so no other process acts on it.
 ///
 /// [`Doubt::ask`] asks the destination again. If the destination can no longer answer,
 /// [`Doubt::resolve`] carries out the decision of an operator who has checked the
@@ -70,7 +71,7 @@ pub struct Doubt {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ResolveError {
-    /// The resolution could not be recorded. Nothing has changed.
+    /// The resolution could not be recorded. The VM stays in doubt.
     #[error("cannot record the resolution; the VM stays in doubt")]
     Journal(#[source] JournalError),
     /// The record gives the VM to the source, but the VM could not be resumed.
@@ -84,7 +85,8 @@ pub enum ResolveError {
 }
 
 impl ResolveError {
-    /// The fault code; [`FaultCode::Internal`] if the VMM failed.
+    /// The fault code. If the VMM failed, the code of the shortage that caused it, or
+    /// [`FaultCode::Internal`].
     #[must_use]
     pub fn code(&self) -> FaultCode {
         match self {
@@ -104,7 +106,7 @@ impl Doubt {
     }
 
     /// Records the operator's decision, and then resumes or destroys `vm`. See [`Resolution`] for
-    /// what the operator vouches for.
+    /// what the operator vouches for. Changes nothing if the session has ended.
     ///
     /// # Errors
     /// [`ResolveError`]. After [`ResolveError::Journal`] the caller may retry.

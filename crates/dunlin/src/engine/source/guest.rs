@@ -68,7 +68,7 @@ impl LoggedGuest {
         }
     }
 
-    /// Stops the dirty logs and removes the throttle. Calling it again has no effect.
+    /// Stops the dirty logs and removes the throttle.
     pub(super) fn release(&mut self, session: &Session<'_>) {
         for mut log in self.logs.drain(..) {
             if let Err(error) = log.stop() {
@@ -87,8 +87,8 @@ pub(super) struct PausedGuest {
 }
 
 impl PausedGuest {
-    /// Resumes the guest at the source, unless the guest has ended or its owner had paused it.
-    /// Returns where the VM is.
+    /// Takes back what was released, and resumes the guest unless it has ended or its owner had
+    /// paused it. Returns where the VM is.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
         // Ask the VMM whether the guest has ended, because a fault that the peer sent may state any
         // reason.

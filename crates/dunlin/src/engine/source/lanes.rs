@@ -39,8 +39,8 @@ pub(super) struct Lanes {
     pub(super) lost: u32,
     /// Pages that were sent again because their lane was lost.
     pub(super) pages_again: u64,
-    /// Whether lanes opened from now on replace other lanes. If so, a failure to open one
-    /// does not end the migration.
+    /// Whether the first lanes are established. If so, a failure to open a lane counts as
+    /// temporary, unless another peer answered.
     pub(super) established: bool,
 }
 
@@ -177,8 +177,7 @@ impl Transfer<'_> {
         }
         let in_order = result.is_ok();
         if let Err(fault) = result {
-            // A lost lane can be replaced. Any other failure ends the migration, because it would
-            // also occur on the replacement.
+            // A lost lane can be replaced. Any other failure ends the migration.
             if fault.code != FaultCode::LaneLost {
                 return Err(self.session.reason_of_peer().unwrap_or(fault));
             }
@@ -208,8 +207,8 @@ impl Transfer<'_> {
                     return Ok(true);
                 }
                 let fault = Fault::from_peer(*fault, format!("lane {lane} was refused: {text}"));
-                // A destination that refuses the first lane would refuse the next one too. The
-                // exception is a refusal because of the destination's lane limit.
+                // A destination that refuses one of the first lanes would refuse the others too.
+                // The exception is a refusal because of the destination's lane limit.
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
@@ -249,8 +248,8 @@ impl Transfer<'_> {
         self.session.state == Source::Live
     }
 
-    /// Sends a message that the session repeats on a new control lane. If this control lane fails,
-    /// it counts as lost and the migration continues.
+    /// Sends a message that the session repeats on a new control lane. If this control lane is lost
+    /// but can be replaced, the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         let control = &self.session.control;
         control.unless_resumable(control.lane.send(message), self.is_resumable())

@@ -11,9 +11,10 @@
 //!   Connecting ──▶ PreCopy ──▶ Switchover ──▶ Committed ──▶ InDoubt
 //!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
 //! ```
-//! Every path to *Settled* joins every thread, stops the dirty logs and lifts the throttle. It
-//! leaves the guest as it was, except in two cases: if the destination has the VM, the copy here is
-//! destroyed; if the destination may have it, the guest stays paused ([`Doubt`]).
+//! Every path to *Settled* joins every thread, stops the dirty logs and lifts the throttle. If the
+//! destination has the VM, the copy here is destroyed. If the destination had or may have it, the
+//! guest stays paused ([`Doubt`]). Otherwise the guest is left as it was, or stays paused if the
+//! VMM fails to resume it.
 //!
 //! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`, `Committing`,
 //! `Committed`, any number of `InDoubt`, and, if the destination runs the VM, `Recorded(Released)`

@@ -173,8 +173,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Longest time from the start of the migration to the pause of the guest. Default: `None`, which
-    /// means no limit.
+    /// Longest time from the start of the migration to the pause of the guest. Default: `None`,
+    /// which means no limit.
     pub fn time_limit(mut self, time_limit: impl Into<Option<Duration>>) -> Self {
         self.0.time_limit = time_limit.into();
         self
@@ -242,8 +242,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// The control lane counts as lost after this long without a message. The source pings
-    /// the peer every fifth of this time. Set about the same limit on both sides.
+    /// The control lane counts as lost after this long without a message. The source pings the peer
+    /// after each fifth of this time without a message. Set about the same limit on both sides.
     #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;

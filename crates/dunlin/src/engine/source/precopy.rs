@@ -33,7 +33,7 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 const STATE_COST: Duration = Duration::from_millis(6);
 /// Rate of hashing memory, in bytes per second; used only for the prediction.
 const DIGEST_BYTES_PER_S: u64 = 3 << 30;
-/// Minimum duration of a pass that is used to measure the bandwidth.
+/// Minimum duration of a measurement of the bandwidth, except the first.
 const MEASURABLE: Duration = Duration::from_millis(20);
 /// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
 /// dirty log fetched thousands of times a second.
@@ -76,7 +76,8 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Iterates until the switchover is due, and records that the switchover begins.
+    /// Opens the lanes, iterates until the switchover is due, and records that the switchover
+    /// begins.
     pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled> {
         let converged = info_span!("open-lanes")
             .in_scope(|| self.open_lanes())
@@ -96,8 +97,8 @@ impl<'a> PreCopy<'a> {
         Ok(Switchover::new(transfer, guest, iterations))
     }
 
-    /// Opens the lanes concurrently and waits until all are up. If at least one is up,
-    /// a lane that fails to open is retried later.
+    /// Opens the lanes concurrently and waits until each is up or has failed, at most for the
+    /// connect limit. If at least one is up, the others are retried later.
     fn open_lanes(&mut self) -> Result<(), Fault> {
         let transfer = &mut self.transfer;
         let options = transfer.session.options;
@@ -224,9 +225,8 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Waits until the last chunk of `iteration` has been given to a lane and most of the
-    /// data in flight has arrived, or until the time limit. A very short pass is prolonged,
-    /// so that the guest gets more of the processor than the engine.
+    /// Waits until the last chunk of `iteration` has been given to a lane, most of the data in
+    /// flight has arrived and [`SHORTEST_PASS`] has elapsed, or until the time limit.
     fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
         let mut cut_yet = false;
         let mut progress_at = Instant::now() + PROGRESS_EVERY;

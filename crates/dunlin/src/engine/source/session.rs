@@ -44,7 +44,7 @@ pub(super) struct Session<'a> {
     pub(super) events: Receiver<SessionEvent>,
     pub(super) sender: Sender<SessionEvent>,
     pub(super) control: ControlLink,
-    /// How many control lanes were lost and replaced.
+    /// How many control lanes were lost and replaced while the guest ran.
     pub(super) control_resumed: u32,
     pub(super) work_queue: Arc<WorkQueue>,
     pub(super) state: Source,
@@ -81,9 +81,9 @@ impl Session<'_> {
         }
     }
 
-    /// Handles the events that all phases treat alike, and returns any other event. Messages of
-    /// earlier control lanes are dropped; a refusal or cancellation that is not too late ends the
-    /// migration.
+    /// Drops what earlier control lanes deliver, and a cancellation that is too late. Returns a
+    /// fault for the peer's *cancel*, and for a refusal or cancellation that is not too late.
+    /// Returns any other event.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),

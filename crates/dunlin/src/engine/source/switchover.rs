@@ -254,8 +254,8 @@ impl<'a> Switchover<'a> {
         Ok(())
     }
 
-    /// Sends *final* again if a lane was lost after the last *final*: the lane's chunks have been
-    /// sent again, which changes the totals.
+    /// Sends *final* again if lanes were fenced after the last *final* and all lanes have ended:
+    /// chunks may have been sent again, which changes the totals.
     fn repeat_final(&self, last: &mut Final) -> Result<(), Fault> {
         let state = lock(&self.transfer.session.work_queue.state);
         let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();

@@ -33,8 +33,8 @@ impl Window {
         }
     }
 
-    /// Pages acknowledged in this window. `acked_pages` may be smaller than at the start of the
-    /// window, because pages of a lost lane are sent twice; the result is then 0.
+    /// Pages acknowledged in this window. The start of the window may count sent pages as
+    /// acknowledged ([`Window::end`]), so that `acked_pages` is smaller; the result is then 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
