@@ -53,8 +53,7 @@ enum Chore {
     Package(PackageOptions),
     /// Checks the links of the pages, and builds the book of docs/ with mdBook.
     Book,
-    /// Writes the tables with measurements into README and docs/benchmarking, from the kept
-    /// results.
+    /// Writes the tables with measurements into README and docs, from the kept results.
     Tables(TablesOptions),
     /// Keeps the output of a benchmark's `--json`, read from standard input, for the tables.
     Keep(KeepOptions),

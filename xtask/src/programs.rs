@@ -28,8 +28,8 @@ const RIG: [&str; 2] = ["tests/rig", "xtask"];
 const TUNNEL: &str = "tunnel";
 /// The name prefix of the hand-off's test programs.
 const HANDOFF: &str = "handoff";
-/// The packages that [`built`] builds with one call of cargo, because calls for different packages
-/// would build many crates twice.
+/// The arguments with which [`built`] selects packages. It builds them with one call of cargo,
+/// because calls for different packages would build many crates twice.
 pub(crate) const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
 /// The number of longest-running programs that the summary lists.
 const LONGEST: usize = 8;
@@ -111,7 +111,8 @@ struct Ran {
     passed: bool,
 }
 
-/// Builds the chosen test programs and runs them. A failing program does not stop the others.
+/// Builds all test programs, and runs those of the chosen suite. A failing program does not stop
+/// the others.
 ///
 /// # Errors
 /// The programs cannot be built or started, or the suite has none.
@@ -152,7 +153,7 @@ pub fn command(options: &TestOptions) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-/// Builds the test programs. Returns them in the order in which cargo would run them.
+/// Builds the test programs.
 fn built() -> Result<Vec<Program>> {
     let mut cargo = crate::cargo()
         .args(["test", "--locked", "--no-run"])

@@ -1,7 +1,7 @@
 //! The harness of `dunlin bench` and `cargo xtask bench`.
 //!
 //! A benchmark runs its variants in turn, round after round, so that other load on the host affects
-//! all of them. It adds each measurement to [`Results`], which keeps the median, the minimum and
+//! all of them. It adds each measurement to [`Results`], which computes the median, the minimum and
 //! the maximum of every figure, and passes the results to [`Output`]: a table for people, JSON
 //! lines for programs ([`Results::json`]), and a page with plots ([`report`]).
 #![forbid(unsafe_code)]

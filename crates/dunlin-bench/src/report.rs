@@ -67,7 +67,7 @@ fn table(body: &mut String, rows: &[&Row]) {
     body.push_str("</table>\n");
 }
 
-/// The name of a row: its variant, and the conditions in which it differs from other rows.
+/// The name of a row: its variant, and the values of `conditions`.
 fn name(row: &Row, conditions: &[String]) -> String {
     let mut text = row.condition("variant");
     for condition in conditions {
@@ -79,8 +79,8 @@ fn name(row: &Row, conditions: &[String]) -> String {
     text
 }
 
-/// Plots one line for each row, from the minimum to the maximum, with a dot at the median. Plots
-/// nothing if fewer than two rows have the figure.
+/// Plots one line for each row that has the figure, from the minimum to the maximum, with a dot at
+/// the median. Plots nothing for fewer than two rows, or if no value is positive.
 fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     let conditions = differing(rows);
     let mut variants: Vec<String> = Vec::new();

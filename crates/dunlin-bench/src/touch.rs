@@ -12,13 +12,14 @@ use crate::process::bytes_of;
 const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
 
-/// Writes to `bytes` bytes of new memory in huge pages, or, if less is available, to all of it
-/// except a reserve, and frees the memory.
+/// Writes to `bytes` bytes of new memory, or to the available memory except a reserve if that is
+/// less, in huge pages if possible. Then frees the memory.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
 /// and may take it back after the host has freed it. Without this call, the measurement of the next
-/// variant would include the time of that allocation. After this call, the kernel gives that
-/// variant the blocks that were freed last, and the hypervisor has already allocated these blocks.
+/// variant would include the time of that allocation. After this call, the kernel usually gives
+/// that variant the blocks that were freed last, and the hypervisor has already allocated these
+/// blocks.
 ///
 /// # Errors
 /// `/proc/meminfo` cannot be read, or the memory cannot be mapped.

@@ -290,7 +290,7 @@ pub(crate) fn ipsec_lanes(
     Ok(IpsecLanes::new(options, observer)?)
 }
 
-/// Advice to load the ESP offload module, which has effect only before the first SA exists.
+/// Advice to load the ESP offload module, which affects only SAs that are added afterwards.
 pub(crate) fn offload_advice() -> Option<String> {
     let command = esp_offload().how_to_load()?;
     Some(format!(

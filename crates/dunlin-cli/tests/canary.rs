@@ -35,7 +35,7 @@ struct Canary {
 }
 
 impl Canary {
-    /// Every encoding of the canary's parts.
+    /// The canary's parts in all encodings for which the test searches.
     fn needles(&self) -> Vec<Vec<u8>> {
         let mut needles = Vec::new();
         for part in self.bytes.windows(PART_BYTES) {
@@ -120,7 +120,7 @@ fn key_canaries(file: &Path) -> [Canary; 2] {
     };
     [
         canary("the number", &content[at..at + 32]),
-        // Use the second line of base64, because the first line is the same for every key.
+        // Use the second line of base64, because most of the first line is the same for every key.
         canary("the text", text.lines().nth(2).unwrap().as_bytes()),
     ]
 }

@@ -1,5 +1,5 @@
 //! What an attacker that controls a confined process can call: system calls that ptrace(2) injects
-//! into each confined command, with the error that each call must return.
+//! into confined commands, and their expected results.
 //!
 //! `src/confine/tests.rs` applies the same confinement to a test program. Here the commands
 //! themselves run, so the tests also notice a command that forgets to confine itself.

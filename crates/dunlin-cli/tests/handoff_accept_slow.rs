@@ -150,7 +150,7 @@ fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
         far.read_exact(&mut vec![0; hello.len()]).unwrap();
         far
     };
-    // This client has sent more than a hello, so it is not evicted.
+    // This client has sent more than a hello, so it may be idle for longer than the others.
     let mut busy = connect();
     let mut server = serve();
     busy.write_all(b"more").unwrap();

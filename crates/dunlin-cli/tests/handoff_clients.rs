@@ -1,6 +1,6 @@
-//! The clients in `clients/` with helpers that pass no socket, several sockets, or a socket late. A
-//! client that gets no socket logs the line that xenopsd logs. `tests/kernel` `k15_clients` tests
-//! the clients with sockets that use kernel TLS.
+//! The clients in `clients/` with helpers that pass no socket, one socket, several sockets, or a
+//! socket late. A client that gets no socket logs the line that xenopsd logs. `tests/kernel`
+//! `k15_clients` tests the clients with sockets that use kernel TLS.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/pool.rs"]

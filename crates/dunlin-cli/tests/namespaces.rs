@@ -1,5 +1,5 @@
-//! Two namespaces act as two hosts, to test the effect of a rate limit, a throttle, a time
-//! limit and a downtime limit on a real link.
+//! Two namespaces act as two hosts, to test the effect of a rate limit, a throttle, a time limit
+//! and a downtime limit on a link.
 #![allow(clippy::unwrap_used)]
 
 mod support;

@@ -323,7 +323,7 @@ impl Doubt {
         ask(by, &self.hosts, &line)
     }
 
-    /// Runs `resolve` without a decision, so that it queries the destination.
+    /// Runs `resolve` with an identity and without a decision, so that it queries the destination.
     fn resolve_by_asking(&self, by: &Path) -> Done {
         let identity = self.hosts.scratch.join("a");
         let line = format!(

@@ -62,7 +62,7 @@ pub fn connect(
             let to = format!("{host}:{port}");
             HandoffError::Unreachable { to, source }
         })?;
-        // The stream is connected to one of the addresses, so the list is not empty.
+        // The stream is connected to one of `addresses`, so there is a first one.
         let at = stream.peer_addr().unwrap_or(addresses[0]);
         cancel
             .covers(&stream)

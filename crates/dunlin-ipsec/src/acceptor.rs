@@ -62,12 +62,12 @@ pub struct Peer {
 }
 
 impl Server {
-    /// Starts to accept sessions from peers that `tls` authorises. First removes the policies
-    /// and SAs that dead processes left in this network namespace, except policies that block
-    /// previously protected ports.
+    /// Starts to accept sessions from peers that `tls` authorises. First removes the policies and
+    /// SAs that dead processes left in this network namespace, except policies that must still
+    /// block ports.
     ///
     /// # Errors
-    /// The kernel's IPsec is not usable or lacks ESP, the directory of records cannot be read, or a
+    /// The kernel's IPsec is not usable or lacks ESP, the directory of records is not usable, or a
     /// descriptor or a thread is not available.
     pub fn start(
         listener: TcpListener,

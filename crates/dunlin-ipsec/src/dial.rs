@@ -22,9 +22,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// hosts. `cancel` ends the attempt.
 ///
 /// # Errors
-/// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. No policies
-/// or SAs stay installed, with one exception: if this side's traffic was already protected, its
-/// ports may stay blocked.
+/// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. The session's
+/// policies and SAs are removed, but ports on which traffic was already protected may stay blocked.
 pub fn up(
     to: &str,
     tls: &ClientTls,

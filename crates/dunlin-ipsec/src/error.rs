@@ -12,8 +12,8 @@ use thiserror::Error;
 
 use dunlin_lane::control::{ControlError, OpenError};
 
-/// An error of a session. The session's policies and SAs have been removed, except that previously
-/// protected ports stay blocked.
+/// An error of a session or of a query. A session that ends with an error removes its policies and
+/// SAs, but previously protected ports may stay blocked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum IpsecError {
@@ -225,7 +225,7 @@ pub enum IpsecError {
     /// The session was ended on this side.
     #[error("session ended on this side")]
     Ended,
-    /// A thread, a socket or random numbers are not available.
+    /// A resource of the system is not available, such as a thread or a socket.
     #[error("{what} is not available")]
     Resources {
         /// The resource.

@@ -27,7 +27,7 @@ pub enum Event {
         connections: usize,
     },
     /// The ports stay blocked after a session, and no process waits to free them. The reason is
-    /// that no owner requested the end, or that connections on the ports did not end in time.
+    /// that no owner requested the end, or that connections still use the ports.
     Left {
         /// The record with which a later process frees the ports.
         record: PathBuf,
@@ -52,8 +52,8 @@ pub enum Event {
         /// The reason.
         why: String,
     },
-    /// The peer grants no SA for this CPU, so lanes of the CPU use the fallback SA, which seals on
-    /// one CPU at a time.
+    /// The peer has not granted an SA for this CPU in time, so lanes of the CPU use the fallback
+    /// SA, which seals on one CPU at a time.
     NoOwnAssociation {
         /// The CPU.
         cpu: u32,
@@ -70,7 +70,7 @@ pub enum Event {
     },
     /// A connection or an offer was rejected.
     Rejected {
-        /// The source address of the connection, or the name of the peer.
+        /// The source address of the connection, the name of the peer, or a description.
         from: String,
         /// The reason's code.
         fault: FaultCode,

@@ -80,8 +80,8 @@ impl Link {
     }
 
     /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
-    /// marks the last one. The kernel has finished when the send returns, so an answer that is not
-    /// available by then never arrives.
+    /// marks the last one. The kernel answers during the send, and continues a list during a
+    /// receive, so an answer that a receive does not find never arrives.
     ///
     /// # Errors
     /// Any [`Failure`].

@@ -37,7 +37,7 @@ pub struct Options {
     pub quiet_wait: Duration,
     /// For a server: peers that may connect only from these addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
-    /// Called before each change of the kernel's tables, on the thread that makes the change.
+    /// Called before each step of a plan, on the thread that performs the step.
     pub before_change: Option<Hook>,
 }
 
@@ -80,5 +80,5 @@ impl fmt::Debug for Options {
     }
 }
 
-/// A function that is called with each change of the kernel's tables, before the change is made.
+/// A function that is called with each step of a plan, before the step changes the kernel's tables.
 pub type Hook = Arc<dyn Fn(&Step) + Send + Sync>;

@@ -13,13 +13,13 @@
 //! ended
 //! ```
 //!
-//! A `+` line is synced before the kernel installs the object; a `-` line is written after the
-//! kernel has removed it. `heir` means that the session's policies replaced those of an earlier
-//! session that had protected the ports; `ended` means that the owner requested the end of the
-//! session; `about` describes the owner ([`Owner`]). Only the last line can be truncated, and then
-//! nothing was installed for it. A record of an earlier boot is void, because the kernel's tables
-//! are gone; a record of another network namespace is left to a process in that namespace. The file
-//! is locked while its process lives.
+//! A `+` line is synced before the kernel installs the object; a `-` line is written when the
+//! object is removed or could not be installed. `heir` means that the session's policies replaced
+//! those of an earlier session that had protected the ports; `ended` means that the owner requested
+//! the end of the session; `about` describes the owner ([`Owner`]). Only the last line can be
+//! truncated, and then nothing was installed for it. A record of an earlier boot is void, because
+//! the kernel's tables are gone; a record of another network namespace is left to a process in that
+//! namespace. The file is locked until its process ends or gives the session up.
 //!
 //! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
 //! file under another name, which is synced, locked and renamed over the old one.
@@ -124,7 +124,7 @@ impl RecordDirectory {
     }
 
     /// Takes over the records of dead processes in this namespace and returns them. Removes records
-    /// of an earlier boot. An unreadable record is an `Err` entry in the list.
+    /// of an earlier boot. An unreadable record is an `Err` entry of the result.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();
@@ -199,7 +199,7 @@ impl Record {
         }
     }
 
-    /// The owner; `None` in a record of another release.
+    /// The owner; `None` if the record does not name it.
     pub(super) fn owner(&self) -> Option<&Owner> {
         self.owner.as_ref()
     }
@@ -261,8 +261,8 @@ impl Record {
             return Ok(());
         }
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
-        // Extend the list before the write, because a failed write may leave some of the objects in
-        // the file.
+        // Extend `objects` before the write, because a failed write may leave some of the objects
+        // in the file.
         self.objects.extend(new);
         if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
             return Ok(());

@@ -19,12 +19,12 @@ pub struct Recorded {
     /// The record file.
     pub record: PathBuf,
     /// Whether a process still runs the session. If not, its process has died or has given the
-    /// session up, and [`clean_up`](super::clean_up) removes the remaining policies and SAs.
+    /// session up, and [`clean_up`](super::clean_up) can remove the remaining policies and SAs.
     pub is_kept: bool,
-    /// The owner; `None` in a record from another release.
+    /// The owner; `None` if the record does not name it.
     pub owner: Option<Owner>,
-    /// Whether packets that this host sends on the ports use the session's SAs; otherwise they are
-    /// blocked.
+    /// Whether a process runs the session, and packets that this host sends on the ports use its
+    /// SAs.
     pub protects: bool,
     /// The session's SAs with the kernel's counters.
     pub associations: Vec<AssociationStatus>,
@@ -70,8 +70,8 @@ fn read(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, Ips
     })
 }
 
-/// Whether installed policies let packets leave. Once the SAs of a dead process are removed, its
-/// policies block packets, although the record still lists the policies.
+/// Whether the policies of a running session let packets leave. The record of a dead process still
+/// lists these policies after blocking policies have replaced them.
 fn protects<'a>(mut policies: impl Iterator<Item = &'a Policy>, is_kept: bool) -> bool {
     is_kept && policies.any(Policy::lets_out)
 }

@@ -206,7 +206,7 @@ fn clean_up_records(
     let records = RecordDirectory::open(&options.records)?;
     let left = {
         // While this lock is held, every other process has locked the records that it has created,
-        // so `left` takes over no record of a living process.
+        // so `left` takes over no record of a running session.
         let _lock = records.lock(options.timeout)?;
         records.left()?
     };

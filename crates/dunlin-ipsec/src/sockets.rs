@@ -1,5 +1,5 @@
 //! The TCP connections in the calling thread's network namespace. The kernel lists the connections
-//! in given states (sock_diag); if it does not support that, procfs lists all of them as text.
+//! in given states (sock_diag); if that fails, they are read from procfs.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,7 +11,7 @@ use super::error::IpsecError;
 /// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
 const SILENT: [u8; 3] = [6, 7, 10];
 /// The last of the states (`TCP_NEW_SYN_RECV`). A higher bit would include sockets that are bound
-/// to a port and no longer have a connection (`TCPF_BOUND_INACTIVE`).
+/// to a port without a connection (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
 /// Returns the TCP connections of the calling thread's network namespace that may still send data,

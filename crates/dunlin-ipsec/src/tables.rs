@@ -224,9 +224,9 @@ impl Tables {
         }
     }
 
-    /// Checks that the recorded policies for ports and SAs are installed. If another program
-    /// removed a policy, installs a safe policy in its place: it blocks outgoing packets, and
-    /// accepts an incoming packet only if an SA has opened it.
+    /// Checks that the recorded SAs, and the recorded policies for ports, are installed. If another
+    /// program removed a policy, installs a safe policy in its place: it blocks outgoing packets,
+    /// and accepts an incoming packet only if an SA has opened it.
     ///
     /// # Errors
     /// [`IpsecError::Removed`] or [`IpsecError::RemovedSa`] if an object is missing or was changed,
@@ -256,8 +256,8 @@ impl Tables {
         if let Some(policy) = missing {
             return Err(IpsecError::Removed(policy.to_string()));
         }
-        // While other programs change the list quickly, it cannot be read; the next check follows
-        // in a second.
+        // The list cannot be read while other programs change it quickly; the next check follows in
+        // a second.
         let Ok(states) = self.xfrm.states() else {
             return Ok(());
         };

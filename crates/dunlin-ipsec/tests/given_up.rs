@@ -17,7 +17,7 @@ use dunlin_lane::provider::Crypto;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
-/// The time within which a cancelled session must end: well below every timeout, but long
+/// The time within which a cancelled session must end: well below the timeout of 60 s, but long
 /// enough for a loaded machine.
 const AT_ONCE: Duration = Duration::from_secs(2);
 

@@ -38,9 +38,9 @@ pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     .map(|entry| entry.map(|entry| entry.gr_gid))
 }
 
-/// Calls a function of the C library that copies an entry into a buffer, with larger buffers until
-/// the entry fits. Returns `None` if no entry has this name. The pointers in the returned entry are
-/// dangling, because the buffer has been freed.
+/// Calls a function of the C library that copies an entry into a buffer, with larger buffers, up to
+/// `MOST_BYTES`, until the entry fits. Returns `None` if no entry has this name. The pointers in
+/// the returned entry are dangling, because the buffer has been freed.
 fn find<T: Copy>(
     name: &str,
     call: impl Fn(*const c_char, *mut T, *mut c_char, usize, *mut *mut T) -> c_int,

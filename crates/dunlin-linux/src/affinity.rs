@@ -19,7 +19,7 @@ pub fn pin_to(cpu: usize) -> io::Result<()> {
 /// Keeps the calling thread, and the threads that it starts later, on the given CPUs.
 ///
 /// # Errors
-/// `EINVAL` if a number exceeds the size of the set (1024), or if none of the CPUs is in the
+/// `EINVAL` if a number is 1024 (the size of the set) or more, or if none of the CPUs is in the
 /// process's cpuset.
 pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
     let mut set = CpuSet::new();

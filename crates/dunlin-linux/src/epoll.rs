@@ -1,8 +1,7 @@
 //! Waits for many sockets at once (epoll(7)). A socket that [`Epoll::add`] added is reported once,
-//! and again only after the caller arms it again (`EPOLLONESHOT`).
+//! to one of the waiting threads, and again only after the caller arms it again (`EPOLLONESHOT`).
 //!
-//! If several threads wait on one set, each report goes to one of them. A socket leaves the set
-//! when its last descriptor is closed.
+//! A socket leaves the set when its last descriptor is closed.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -189,7 +188,8 @@ mod tests {
         let epoll = Epoll::new().unwrap();
         let (near, far) = UnixStream::pair().unwrap();
         epoll.add(&near, 1, Readiness::Failure).unwrap();
-        // A close with unread data resets the other end (unix(7)).
+        // Closing a socket with unread data resets the other end (`unix_release_sock`,
+        // net/unix/af_unix.c).
         (&near).write_all(b"x").unwrap();
         drop(far);
         let mut ready = Vec::new();

@@ -55,9 +55,9 @@ pub fn send(
 /// Waits for one message. Returns its descriptors and as many of its bytes as `payload` holds.
 ///
 /// # Errors
-/// `InvalidData` if the kernel dropped descriptors, because the message had more than [`MOST`] or
-/// this process has reached its limit of open files. The descriptors that were received are closed.
-/// Otherwise an error from recvmsg(2).
+/// `InvalidData` if the kernel dropped descriptors, for example because this process has reached
+/// its limit of open files. The descriptors that were received are closed. Otherwise an error from
+/// recvmsg(2).
 pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
     let mut control = RecvAncillaryBuffer::new(&mut room);

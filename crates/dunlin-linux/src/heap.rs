@@ -1,8 +1,7 @@
 //! The heap of the C library (malloc(3)).
 
-/// Returns free memory of the heap to the kernel (malloc_trim(3)). The C library does this by itself
-/// only at the end of the heap, and keeps what threads that have ended used. Does nothing with a C
-/// library other than glibc.
+/// Returns free memory of the heap to the kernel (malloc_trim(3)). free(3) returns only large
+/// blocks and the free memory at the end of a heap. Does nothing with a C library other than glibc.
 pub fn give_back() {
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim(3) has no preconditions and is safe in every thread.

@@ -31,7 +31,7 @@ pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 /// The TLS version of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
-    /// TLS 1.2 (RFC 5246): only data and alerts follow its handshake.
+    /// TLS 1.2 (RFC 5246).
     V1_2,
     /// TLS 1.3 (RFC 8446).
     V1_3,
@@ -189,8 +189,8 @@ impl Key<'_> {
 /// behaves as before.
 ///
 /// # Errors
-/// `NotFound` if the kernel has no TLS module, `NotConnected` if the socket is not connected;
-/// otherwise an error from setsockopt(2).
+/// `NotFound` if the kernel's TLS module is neither loaded nor loadable by this process,
+/// `NotConnected` if the socket is not connected; otherwise an error from setsockopt(2).
 pub fn attach(socket: impl AsFd) -> io::Result<()> {
     option::set(socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
 }

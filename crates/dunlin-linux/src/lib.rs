@@ -1,5 +1,5 @@
-//! Safe wrappers of the Linux interfaces that Dunlin uses, one module for each. Wrappers of KVM,
-//! of netlink and of interfaces that only tests use are in other crates.
+//! Safe wrappers of Linux interfaces, one module for each. Wrappers of KVM, of netlink and of
+//! interfaces that only tests use are in other crates.
 pub mod accounts;
 #[cfg(feature = "aws-lc")]
 pub mod aead;

@@ -1,4 +1,5 @@
-//! Unix sockets that listen at a path with a given owner, group and mode.
+//! Unix sockets that listen at a path with a given owner, group and mode. The steps of [`listen`]
+//! with an owner and a mode:
 //!
 //! ```text
 //!   socket ─▶ bind, in a thread with the umask of the mode ─▶ change the owner ─▶ listen
@@ -21,12 +22,12 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::socket::own_user;
 
-/// The number of connections that may wait to be accepted, as in the standard library. The kernel
-/// reduces it to `net.core.somaxconn`.
+/// The number of connections that may wait to be accepted. The kernel limits it to
+/// `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
-/// The permissions of a socket's file. With `None`, the owner and the group are those of the
-/// process, and the mode is what the umask permits.
+/// The permissions of a socket's file. `None` leaves the kernel's default; for the mode that is
+/// what the umask permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAccess {
     /// The user ID of the owner.
@@ -73,7 +74,7 @@ pub fn file_id(path: &Path) -> io::Result<FileId> {
 /// # Errors
 /// `AddrInUse` if the path exists; `PermissionDenied` without the privilege to change the owner
 /// (`CAP_CHOWN`), or if another process has replaced the file; otherwise an error of the kernel.
-/// After an error, a new file is removed if the process may remove it.
+/// After an error that follows bind(2), the file at `path` is removed if the process may remove it.
 pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, FileId)> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -97,9 +98,9 @@ pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, Fil
     }
 }
 
-/// Listens at `path`, which must not exist, with mode 0600. The mode is that of the socket before it
-/// is bound (unix(7)), so the file never has another mode, and no file that another process puts in
-/// its place gets this mode.
+/// Listens at `path`, which must not exist, with mode 0600. The mode is that of the socket before
+/// it is bound (unix(7)), so the file never has a wider mode, and no file that another process puts
+/// in its place gets this mode.
 ///
 /// # Errors
 /// `AddrInUse` if the path exists; otherwise an error of the kernel.
@@ -129,9 +130,9 @@ fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: u32) -> io::
     })
 }
 
-/// Opens the file at `path`, which must be the socket that this process has just bound. A process
-/// that may write to the directory could have replaced it with a link to another file, which would
-/// then get the new owner.
+/// Opens the file at `path` if it has the type, the owner and the mode of the socket that this
+/// process has just bound. A process that may write to the directory could have replaced it with a
+/// link to another file, which would then get the new owner.
 fn own_file(path: &Path, access: &FileAccess) -> io::Result<(OwnedFd, Stat)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty())?;

@@ -61,7 +61,7 @@ pub enum MappingError {
         #[source]
         source: io::Error,
     },
-    /// There are fewer free huge pages than the region needs.
+    /// The kernel refused the mapping of huge pages, usually because too few are free.
     #[error(
         "too few free huge pages for {bytes} bytes of guest memory: reserve {} pages \
          of 2 MiB (`sysctl vm.nr_hugepages=N`), or use another backing",
@@ -159,7 +159,7 @@ fn region(
 }
 
 /// Requests transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory of a
-/// memfd is skipped, because for shared memory a setting of the host decides
+/// memfd is skipped, because the host has a separate setting for shared memory
 /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), and [`Backing::Huge`] already has huge
 /// pages.
 ///
@@ -170,7 +170,7 @@ fn region(
 /// huge pages returns `EINVAL` and leaves the memory unchanged; under the policy `never` the advice
 /// has no effect.
 ///
-/// Drawback: the first touch of any page populates the 2 MiB around it.
+/// Drawback: the first touch of a page may populate the 2 MiB around it.
 pub fn advise_huge_pages(memory: &TrackedMemory) {
     for region in memory.iter() {
         let mapped = region.get_mmap();
@@ -192,10 +192,10 @@ const ALIGN_ATTEMPTS: usize = 4;
 /// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
 /// alignment in this process and in the guest.
 ///
-/// Since 6.7 Linux aligns private memory automatically. Older kernels, and all kernels for memfds,
-/// use the end of the highest gap that fits, without alignment. This function then occupies the end
-/// of that gap, down to a multiple of 2 MiB, with a placeholder, so that the next mapping ends at
-/// that multiple. (vm-memory neither accepts an address nor adopts an existing mapping.)
+/// Since 6.7 Linux aligns private memory automatically. Otherwise the kernel usually takes the end
+/// of the highest gap that fits, without alignment. This function then occupies the end of that
+/// gap, down to a multiple of 2 MiB, with a placeholder, so that the next mapping ends at that
+/// multiple. (vm-memory neither accepts an address nor adopts an existing mapping.)
 fn aligned(
     map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
 ) -> Result<MmapRegion<AtomicBitmap>, MmapRegionError> {
@@ -295,8 +295,7 @@ mod tests {
         assert!(matches!(error, MappingError::HugePages { .. }), "{error}");
     }
 
-    /// Tests two kinds of backing, because the kernel may align private memory automatically, but
-    /// not memfds.
+    /// Tests memfds too, because some kernels align private memory automatically.
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {

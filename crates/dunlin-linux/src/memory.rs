@@ -1,8 +1,9 @@
 //! Views of guest memory: slices without a dirty bitmap, and the test for pages that are all zero.
 //!
-//! Guest memory changes while the guest runs. It is therefore only copied through
-//! `vm_memory::VolatileSlice`, or passed to aws-lc by address (`aead`). The zero test examines a
-//! copy. If a page changes right after the test, it is in the dirty log and is sent again.
+//! Guest memory changes while the guest runs, so no Rust reference to it is formed: it is copied
+//! through `vm_memory::VolatileSlice`, or passed by address to aws-lc (`aead`) or the kernel
+//! (`ktls`). The zero test examines a copy. If a page changes right after the test, it is in the
+//! dirty log and is sent again.
 
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
@@ -53,7 +54,7 @@ pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
 /// The longest page that [`is_zero_page`] tests.
 pub const TESTED_BYTES: usize = 4096;
 
-/// The scalar version of [`is_zero`], for CPUs without AVX2 and as the reference in tests.
+/// The scalar version of [`is_zero`], which every CPU can run.
 #[must_use]
 pub fn is_zero_scalar(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();

@@ -11,11 +11,11 @@
 //! | any other | unknown: everything may hold data |
 //!
 //! Reading the entries of 1 GiB takes 2 MiB of reads and populates nothing
-//! (Documentation/admin-guide/mm/pagemap.rst). Neither the page table of a shared mapping nor
-//! mincore(2) distinguishes holes from pages that another process wrote or that are swapped out.
-//! lseek(2) on the file does, so this module finds the file among this process's descriptors by
-//! device and inode. It does not use the caller's file and offset, which could be wrong. lseek(2)
-//! reports no holes in files of huge pages, so all of that memory may hold data.
+//! (Documentation/admin-guide/mm/pagemap.rst). The page table of a shared mapping lacks pages that
+//! only another process wrote, and mincore(2) reports swapped-out pages as absent. lseek(2) on the
+//! file reports such pages as data, so this module finds the file among this process's descriptors
+//! by device and inode. It does not use the caller's file and offset, which could be wrong.
+//! lseek(2) reports no holes in files of huge pages, so all of that memory may hold data.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -385,8 +385,8 @@ mod tests {
         }
     }
 
-    /// A slice can begin within a mapping, because the kernel merges two adjacent regions of one file
-    /// into one mapping.
+    /// A slice can begin within a mapping, because the kernel can merge two adjacent regions of one
+    /// file into one mapping.
     #[test]
     fn a_slice_that_begins_within_a_mapping_uses_the_files_offset() {
         let whole = allocate(16 * MIB, Backing::Memfd).unwrap();

@@ -187,7 +187,8 @@ fn scan(
 /// Changes the file's position, which does not affect mapped memory.
 ///
 /// # Errors
-/// An error from lseek(2), such as `EINVAL` if the file system does not report holes.
+/// An error from lseek(2), or an error of kind `Other` if the file system reports holes out of
+/// order.
 pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let mut at = within.start;
     while at < within.end {

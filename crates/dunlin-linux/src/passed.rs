@@ -16,7 +16,8 @@ const MOST: usize = 256;
 /// A socket that the service manager passed to this process.
 #[derive(Debug)]
 pub struct Passed {
-    /// The socket's name (`FileDescriptorName=` of its unit); "unknown" if the socket has none.
+    /// The socket's name (`FileDescriptorName=` of its unit); "unknown" if the environment has no
+    /// names.
     pub name: String,
     /// The socket, with close-on-exec set.
     pub socket: OwnedFd,
@@ -63,8 +64,7 @@ fn names(
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(Vec::new());
     };
-    // The service manager passed the sockets to an ancestor, from which this process inherited the
-    // environment.
+    // The environment is inherited: the service manager passed the sockets to another process.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
     }

@@ -1,8 +1,8 @@
 //! Drops privileges permanently: capabilities (capabilities(7)), and the privileges that executing
 //! a program would grant (Documentation/userspace-api/no_new_privs.rst).
 //!
-//! These functions affect the calling thread and the threads and processes that it creates later. To
-//! affect the whole process, call them before it has a second thread.
+//! Dropping affects the calling thread and the threads and processes that it creates later. To
+//! affect the whole process, drop privileges before it has a second thread.
 
 use std::io;
 

@@ -87,7 +87,7 @@ impl EndSignals {
 }
 
 /// Makes `command` start its program with no signal blocked. Otherwise the program inherits the
-/// calling thread's mask, and SIGTERM and SIGINT do not terminate it.
+/// calling thread's mask, and a blocked SIGTERM does not terminate it.
 pub fn unblock_in(command: &mut Command) {
     let unblock = || mask(libc::SIG_SETMASK, &set_of(&[]));
     // SAFETY: between fork and exec, `unblock` calls only sigemptyset(3) and pthread_sigmask(3),

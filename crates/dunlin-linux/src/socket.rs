@@ -1,8 +1,7 @@
 //! TCP and unix sockets for lanes: connecting and waiting with a deadline, and socket options that
 //! the standard library lacks.
 //!
-//! The functions take [`std::os::fd::AsFd`], so they accept a stream, a listener or a passed
-//! socket. They return the kernel's errors.
+//! The functions that take [`std::os::fd::AsFd`] accept a stream, a listener or a passed socket.
 
 use std::io;
 use std::mem::offset_of;
@@ -37,7 +36,7 @@ pub struct Liveness {
 }
 
 impl Default for Liveness {
-    /// Detects a failed peer within 15 seconds, on idle and on busy connections.
+    /// Detects a failed peer within about 15 seconds, on idle and on busy connections.
     fn default() -> Self {
         Self {
             keepalive_idle: Duration::from_secs(5),
@@ -48,8 +47,8 @@ impl Default for Liveness {
     }
 }
 
-/// Connects to `address`, from the local address and port `local` if given; gives up at `deadline` or
-/// when `stop` is woken. The socket stays bound to a local port until it is closed, connected or not.
+/// Connects to `address`, from the local address and port `local` if given; gives up at `deadline`
+/// or when `stop` is woken.
 ///
 /// # Errors
 /// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken, `AddrInUse` if another
@@ -101,7 +100,7 @@ const BACKLOG_STEP: Duration = Duration::from_millis(10);
 
 /// Connects to the unix socket at `path`; gives up at `deadline` or when `stop` is woken. While the
 /// listener's backlog is full, the function tries again, because a blocking connect(2) would wait
-/// without a limit (unix(7)). The stream is in non-blocking mode.
+/// without a deadline. The stream is in non-blocking mode.
 ///
 /// # Errors
 /// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken while it is full,
@@ -188,7 +187,7 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
 }
 
 /// Limits the rate at which the kernel sends on this connection, in bytes per second; `None`
-/// removes the limit (`SO_MAX_PACING_RATE`, socket(7)).
+/// removes the limit (`SO_MAX_PACING_RATE`, tc-fq(8)).
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -296,13 +295,13 @@ pub fn own_user() -> u32 {
 pub enum Accepted<T> {
     /// A connection.
     Connection(T),
-    /// No connection was waiting, or the waiting connection had already ended. Wait for the
-    /// listener again.
+    /// No connection was waiting, the waiting connection had already ended, or a signal interrupted
+    /// the call. Wait for the listener again.
     Nothing,
     /// Descriptors or memory ran out. Clients can cause this, so the shortage must not stop a
     /// listener (invariant I7).
     Shortage(io::Error),
-    /// The listener failed.
+    /// Any other error: the listener has failed.
     Failed(io::Error),
 }
 

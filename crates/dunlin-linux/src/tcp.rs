@@ -138,7 +138,8 @@ pub fn traffic(socket: impl AsFd) -> io::Result<Traffic> {
     })
 }
 
-/// Whether neither side has closed the connection (`tcpi_state` of `TCP_INFO`).
+/// Whether the connection is established and neither side has closed it (`tcpi_state` of
+/// `TCP_INFO`).
 ///
 /// # Errors
 /// An error from getsockopt(2).
@@ -176,8 +177,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
 /// ([`set_traffic_class`]) happens at that moment.
 ///
 /// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was
-/// not in repair mode; no other call makes the kernel send a segment without data. A connection
-/// that is being closed sends nothing.
+/// not in repair mode. A connection that is not established sends nothing.
 ///
 /// # Errors
 /// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and an error from getsockopt(2) or
@@ -236,8 +236,8 @@ mod tests {
         let (mut far, _) = listener.accept().unwrap();
         let since_heard = || silence(&far).unwrap().since_heard;
         let before = loop {
-            // Wait until a shorter silence can be measured: some kernels count in steps of ten
-            // milliseconds.
+            // Wait until the silence is much longer than the step of the kernel's clock, which is
+            // at most ten milliseconds.
             match since_heard() {
                 silent if silent >= Duration::from_millis(100) => break silent,
                 _ => std::thread::sleep(Duration::from_millis(1)),

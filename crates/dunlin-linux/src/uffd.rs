@@ -9,8 +9,8 @@
 //!
 //! Transparent huge pages stay huge until they are written: the first write splits the huge page,
 //! and from then on single pages of 4 KiB are reported. If memory is touched for the first time
-//! while it is watched, its whole block of 2 MiB is reported once. The other pages of the block are
-//! zero, so the source sends them without content. Disabling huge pages during the watch
+//! while it is watched, its whole block of 2 MiB may be reported, once. The other pages of the
+//! block are zero, so the source sends them without content. Disabling huge pages during the watch
 //! (MADV_NOHUGEPAGE) would avoid this, but the guest would lose its huge pages permanently: the
 //! advice replaces the VMM's own advice, which cannot be restored.
 //!
@@ -103,7 +103,8 @@ pub enum Behind {
     Anonymous,
     /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
     /// that it creates. The kernel may unmap a page and keep it in the file, so every page must be
-    /// marked at registration. That allocates page tables for all of the memory, 1/512 of its size.
+    /// marked at registration. That allocates page tables for all of the memory, at most about
+    /// 1/512 of its size.
     File,
 }
 
@@ -175,7 +176,7 @@ impl WriteWatch {
     /// consists of them). May report more, such as a page that was read for the first time.
     ///
     /// # Errors
-    /// `EPERM` if `memory` is not registered. The log is then lost.
+    /// `EPERM` if `memory` is not registered.
     pub fn take(
         &self,
         memory: &VolatileSlice<'_>,
@@ -396,7 +397,7 @@ mod tests {
         let reported = taken(&watch, &slice, Behind::Anonymous);
         let expected: Vec<_> = (0..1024).step_by(64).map(|page| page..page + 1).collect();
         assert_eq!(reported, expected);
-        // If a block is touched for the first time, the whole block is reported once.
+        // If a block is touched for the first time, the whole block may be reported, once.
         write(&slice, 1700);
         let block = taken(&watch, &slice, Behind::Anonymous);
         write(&slice, 1701);

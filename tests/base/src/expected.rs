@@ -37,7 +37,7 @@ pub fn of_kernel(release: &str) -> Vec<Expected> {
     rows.collect()
 }
 
-/// Whether the table has a column for exactly this kernel.
+/// Whether a column of the table names this kernel.
 #[must_use]
 pub fn names_kernel(release: &str) -> bool {
     column(release).is_some()

@@ -42,8 +42,7 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Ignore an error: either nothing was reserved, or the host's administrator has changed the
-        // permissions in the meantime.
+        // Ignore an error: if this file cannot be written, nothing was reserved either.
         let _ = fs::write(RESERVED, self.before.to_string());
     }
 }

@@ -1,4 +1,4 @@
-//! Names for resources that outlive the process that created them. Each name identifies that
+//! Names for resources that may outlive the process that created them. Each name identifies that
 //! process, which lets a later process check whether the maker still runs.
 
 use std::fs;
@@ -36,7 +36,7 @@ impl Maker {
         format!("dunlin-test-{}-{}", self.id, self.started)
     }
 
-    /// The process of a complete name, or `None` if this crate did not create the name.
+    /// The process of a complete name, or `None` if the name has another form.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix("dunlin-test-")?.split('-');

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::maker::Maker;
 
-/// The file in a directory that names the child process to be killed when the directory is
-/// removed.
+/// The file in a directory that names the child process to be killed when a later process removes
+/// the directory.
 const PROCESS: &str = "process";
 /// A directory that is a tmpfs on most machines.
 const MEMORY: &str = "/dev/shm";
@@ -44,9 +44,9 @@ impl Scratch {
         Self::within(&std::env::temp_dir())
     }
 
-    /// Creates a directory in memory if there is a tmpfs, otherwise in the temporary directory. Use
-    /// it for tests with processes that sync often. Memory is enough, because a killed process
-    /// loses no written data; a disk would only make the tests slower.
+    /// Creates a directory in `/dev/shm`, or in the temporary directory if that fails. Use it for
+    /// tests with processes that sync often. Memory is enough, because a killed process loses no
+    /// written data; a disk would only make the tests slower.
     ///
     /// # Panics
     /// Neither directory is writable.

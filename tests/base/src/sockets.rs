@@ -1,4 +1,4 @@
-//! Sockets for tests: every operation has a time limit.
+//! Sockets for tests, with time limits for reading, writing and accepting.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{TcpListener, TcpStream};

@@ -2,11 +2,11 @@
 //! time.
 //!
 //! The guest counts. Step `n` fills one of its hot pages with `n`, then writes `n` into the first
-//! word of its memory. The other pages never change. A witness file, which every process of a run
-//! maps, contains the highest count that the guest has reached in any process. A guest that starts
-//! must have the same count, and each of its pages must match the count. While a guest runs, its
-//! process holds two locks, one for running and one for the guest's disk. Only one process at a
-//! time can hold each lock.
+//! word of its memory. The pages that are not hot never change. A witness file, which every process
+//! with a guest maps, contains the highest count that the guest has reached in any process. A guest
+//! that starts must have the same count, and each of its pages must match the count. While a guest
+//! runs, its process holds two locks, one for running and one for the guest's disk. Only one
+//! process at a time can hold each lock.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -140,7 +140,7 @@ impl Guest {
     /// Acquires the disk, unless the guest has it already.
     ///
     /// # Errors
-    /// Another process holds the disk.
+    /// Another process holds the disk, or its file cannot be opened.
     pub fn acquire(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.disk.is_none() {

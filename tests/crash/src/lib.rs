@@ -1,4 +1,4 @@
-//! Processes that are killed and stopped at each step of a switchover.
+//! Processes that are killed or stopped at each step of a switchover.
 //!
 //! ```text
 //!   tests/switchover.rs ── starts, holds, kills, stops ──┐
@@ -8,9 +8,9 @@
 //!                    party vm  (or the source has its VM in itself)
 //! ```
 //! `party` is one program that can take the role of each process. It prints the name of each step
-//! before executing the step. Before the step that the test has chosen, the process then waits. The
-//! test acts on these lines and never on the clock. The VM itself shows which side runs it
-//! ([`guest`]), and detects if it runs twice or goes back in time.
+//! that it reaches, and waits at the step that the test has chosen. The test acts on these lines.
+//! It waits for a fixed time only while it has stopped both processes. The VM itself shows which
+//! side runs it ([`guest`]), and detects if it runs twice or goes back in time.
 #![forbid(unsafe_code)]
 
 pub mod files;

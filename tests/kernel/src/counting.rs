@@ -2,10 +2,10 @@
 //! emulated machine.
 //!
 //! Under `cargo xtask kernel --icount` the machine's clock advances with the number of executed
-//! instructions. Before each of five runs of the work, a loop of known length measures the number
-//! of instructions per nanosecond. The result is the median of the five runs. Its error combines
-//! the spread of the middle three runs of the work and of the loop. The count covers the whole
-//! machine: the kernel's work for the test and also unrelated background work. Because of the
+//! instructions. Before each of five runs of the work, two loops of known lengths measure the
+//! number of instructions per nanosecond. The result is the median of the five runs. Its error
+//! combines the spread of the middle three runs of the work and of the loops. The count covers the
+//! whole machine: the kernel's work for the test and also unrelated background work. Because of the
 //! background work, the lowest and the highest run are dropped from the spread.
 //!
 //! The kernel's tracing (ftrace) counts system calls, with and without `--icount`.
@@ -30,8 +30,8 @@ const LONG: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/long"));
 const DIFFERENCE: f64 = 2.0 * 25_000_000.0;
 
 /// How long to wait until the kernel has finished its start. The instructions of the start would be
-/// counted too. With `--icount` this takes no real time, because the clock of an idle machine jumps
-/// ahead.
+/// counted too. With `--icount` this takes little real time, because the clock of an idle machine
+/// jumps ahead.
 const SETTLING: Duration = Duration::from_secs(5);
 
 /// The number of runs of the work and of each loop.
@@ -59,8 +59,8 @@ pub struct Instructions {
 
 impl Guest {
     /// Counts the instructions and system calls of `work`, and prints the counts. Runs the work
-    /// once for system calls, because tracing itself executes instructions, and five times for
-    /// instructions.
+    /// once for system calls. With `--icount`, runs it five more times for instructions, because
+    /// tracing itself executes instructions.
     ///
     /// # Panics
     /// Tracing is unavailable, or its buffer is too small for the system calls.

@@ -23,7 +23,7 @@ pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA2
 /// The key exchange group that xenopsd requests.
 pub const CURVE: &str = "secp384r1";
 
-/// The time limit of every wait except [`wait_for_listener`].
+/// The time limit of most waits.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A program that is killed on drop.
@@ -103,7 +103,7 @@ pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Backg
     process
 }
 
-/// Waits until a socket listens on the port. It reads the socket table, because a connection would
+/// Waits until a socket listens on the port. Reads the socket table, because a connection would
 /// disturb the listener.
 ///
 /// # Panics
@@ -432,7 +432,7 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
         receiver
             .shutdown(Shutdown::Write)
             .expect("the receiver is connected");
-        // Wait until the other side has also ended its stream.
+        // Keep the connections open until the side `from` has ended its stream.
         let _ = io::copy(&mut sender, &mut io::sink());
     });
     port

@@ -15,10 +15,11 @@
 //! loopback interface is up. The kernel loads modules on request, as on an installed system. The
 //! test's output is printed, and its files in [`Guest::folder`] are copied to the host.
 //!
-//! Tests probe for a kernel feature (`/proc/crypto`, a counter, an attempt) and never check the
-//! kernel's version, because distributions backport features and features move between releases. A
-//! test changes the machine only through a guard ([`Guest::set`], [`Guest::without_module`]),
-//! because later tests run in the same machine.
+//! Tests probe for a kernel feature (`/proc/crypto`, a counter, an attempt) instead of checking the
+//! kernel's version, because distributions backport features and features move between releases.
+//! Only [`doctor`] compares its results by version. A test changes settings of the machine through
+//! guards that restore them ([`Guest::set`], [`Guest::without_module`]), because later tests run in
+//! the same machine.
 //!
 //! The machine is emulated, so times are meaningless. Tests assert on behaviour and counters.
 #![forbid(unsafe_code)]
@@ -146,9 +147,8 @@ impl Guest {
         env::current_dir().expect("the runner created the folder")
     }
 
-    /// Ends the test as skipped, because this kernel lacks a feature. Skipped tests are counted and
-    /// shown. Guards are not dropped, so a test must call this method before it changes the
-    /// machine.
+    /// Ends the test as skipped. Skipped tests are counted and shown. Guards are not dropped, so a
+    /// test must call this method before it changes the machine.
     pub fn skip(&self, reason: &str) -> ! {
         println!("skipped: {reason}");
         process::exit(SKIPPED)

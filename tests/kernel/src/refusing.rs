@@ -1,5 +1,4 @@
-//! Simulates a kernel that rejects a TLS key, as in a sandbox or when the cipher is missing for one
-//! direction.
+//! Simulates a kernel that rejects a TLS key, as in a sandbox.
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;

@@ -30,7 +30,7 @@ pub const SERVER_6: &str = "[fd00::2]:7302";
 pub const NAME: &str = "host-b.example";
 /// The number of bytes sent over a connection at a time.
 pub const BYTES: usize = 256 << 10;
-/// The time limit for every step, which is much longer than any step takes in this machine.
+/// The time limit for every step.
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// Sends bytes over all connections simultaneously, from the near end to the far end. If the bytes
 /// do not arrive, prints the IPsec state of both hosts.
@@ -128,7 +128,7 @@ pub fn empty(guest: &Guest, host: &str) -> bool {
     !table("state").contains("proto esp") && !table("policy").contains("priority")
 }
 
-/// Waits until the condition is true. Only a defect can make the wait reach its time limit.
+/// Waits until the condition is true.
 pub fn until(what: &str, mut come: impl FnMut() -> bool) {
     let limit = Instant::now() + LIMIT;
     while !come() {
@@ -148,7 +148,7 @@ pub fn netns<'a>(host: &'a str, command: &[&'a str]) -> Vec<&'a str> {
     [&["netns", "exec", host], command].concat()
 }
 
-/// A running `dunlin ipsec` command.
+/// A running `dunlin` command.
 #[derive(Debug)]
 pub struct Process(pub Child);
 

@@ -1,7 +1,7 @@
 //! Debian's systemd in namespaces of the virtual machine, with the units in `dist/systemd`.
 //!
-//! The manager is process 1 of its own process and control group namespaces. `/etc`, `/run` and `/var`
-//! are file systems of the test, so nothing remains for later tests.
+//! The manager is process 1 of its own process and control group namespaces. `/etc`, `/run` and
+//! `/var` are file systems of the test.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// The control group of the manager.
 const GROUP: &str = "/sys/fs/cgroup/systemd-of-the-test";
 
-/// The units, and the files that are installed with them.
+/// The units of the test, and the files that are installed with them.
 const SHIPPED: [(&str, &str); 6] = [
     (
         "/etc/systemd/system/dunlin-tunnel.service",
@@ -169,7 +169,7 @@ impl Manager {
         command
     }
 
-    /// Runs systemctl. Prints the unit's state if it fails.
+    /// Runs systemctl. If it fails, prints the state of Dunlin's units and the end of the journal.
     ///
     /// # Panics
     /// systemctl fails.
@@ -218,10 +218,10 @@ impl Manager {
         found.unwrap_or_else(|| panic!("{unit} has no process {inner} in {listed}"))
     }
 
-    /// Waits until `is_so`.
+    /// Waits until `is_so` returns true.
     ///
     /// # Panics
-    /// It is not so within the time limit.
+    /// It does not return true within the time limit.
     pub fn wait_for(&self, what: &str, is_so: impl Fn() -> bool) {
         let until = Instant::now() + TIMEOUT;
         while !is_so() {

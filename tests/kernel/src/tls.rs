@@ -2,8 +2,8 @@
 //! records in user space. With this peer, tests can read any record on the wire and send any
 //! record.
 //!
-//! The peer shares no code with the kernel or Dunlin. It uses ring's AES-256-GCM and implements
-//! both record formats (RFC 8446, section 5.2; RFC 5288, section 3).
+//! The peer shares no code with the kernel. It uses ring's AES-256-GCM and implements both record
+//! formats (RFC 8446, section 5.2; RFC 5288, section 3).
 
 use std::fs;
 use std::io::{self, Read};

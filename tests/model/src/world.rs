@@ -144,8 +144,8 @@ pub struct History {
     pub reported_unrecorded: bool,
     /// A wrong report was sent.
     pub reported_wrong: bool,
-    /// The source destroyed its copy before the VM had run elsewhere, and no operator had given it
-    /// up.
+    /// The source destroyed its copy although the VM had not run elsewhere and the operator had not
+    /// given up the copy.
     pub destroyed_early: bool,
     /// A state machine received an event that it does not accept.
     pub impossible: bool,

@@ -1,5 +1,5 @@
-//! Plants each mistake of the switchover, and checks that the model then violates a property that
-//! the mistake endangers. Prints the shortest path to the violation.
+//! Plants each mistake of the switchover, and checks that the model then violates the property in
+//! the table. Prints the shortest path to the violation.
 
 #![allow(clippy::unwrap_used)]
 

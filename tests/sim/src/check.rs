@@ -1,4 +1,4 @@
-//! The invariants, asserted at every step.
+//! The checks of the invariants.
 
 use std::any::Any;
 use std::fmt;
@@ -16,7 +16,7 @@ use crate::world::World;
 #[derive(Clone, Debug)]
 pub struct Violation {
     /// The violated invariant: I1 to I5, I8, *liveness*, or, for tunnels, *order*, *stream*,
-    /// *lanes* or *abort*. Otherwise *accused* if an honest peer was accused, *machine* if a state
+    /// *abort* or *lanes*. Otherwise *accused* if an honest peer was accused, *machine* if a state
     /// machine did not accept an event, *panic*, or *sim* for an error of the simulator itself.
     pub invariant: &'static str,
     /// What happened.
@@ -186,7 +186,7 @@ impl World<'_> {
         }
     }
 
-    /// Notes that a chunk has arrived on a lane after the lane's fence.
+    /// Counts a chunk that has arrived after its lane's fence.
     pub(crate) fn late_chunk(&mut self, lane: u16) {
         let session = self.destination.session.as_ref();
         if session.is_some_and(|session| session.fenced.contains(&lane)) {
@@ -256,7 +256,8 @@ impl World<'_> {
         }
     }
 
-    /// Checks that another copy lives, just before the source destroys its own.
+    /// Checks that another copy lives or has lived, or that the operator has given up the VM, just
+    /// before the source destroys its copy.
     pub(crate) fn check_destroy(&mut self) {
         let Some(attempt) = &self.source.attempt else {
             return;

@@ -31,7 +31,7 @@ impl Guest {
         }
     }
 
-    /// Writes `burst` times, in most cases within a hot set.
+    /// Makes `burst` writes, most of them within a hot set.
     pub(crate) fn write(&mut self, burst: u32) {
         let hot = (self.pages.len() as u64 / 4).max(1);
         for _ in 0..burst {

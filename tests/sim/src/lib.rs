@@ -3,8 +3,8 @@
 //! The first simulates two hosts, a network between them and a running guest, in virtual time and
 //! on one thread. `dunlin-proto` makes the decisions; the engine's own work is implemented here a
 //! second time, as simply as possible. One `u64` seed determines a whole run: [`Plan::new`] draws
-//! sizes, rates and faults from it, [`run`] executes the plan and asserts the invariants at every
-//! step, and [`shrink`] minimises a failing plan.
+//! sizes, rates and faults from it, [`run`] executes the plan and checks the invariants, and
+//! [`shrink`] minimises a failing plan.
 //!
 //! README.md explains how to read, replay and extend it.
 #![forbid(unsafe_code)]
@@ -46,7 +46,7 @@ pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// Like [`run`], and passes the text of each event to `line`. A panic is not caught.
+/// Like [`run`], and passes lines that describe the run to `line`. A panic is not caught.
 ///
 /// # Errors
 /// Same as [`run`], except for panics.

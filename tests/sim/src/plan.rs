@@ -95,7 +95,7 @@ pub enum Moment {
     Doubt,
     /// The source has destroyed its copy.
     Destroyed,
-    /// The source starts to send memory in a later attempt.
+    /// The source starts to send memory in an attempt after the first.
     Again,
 }
 

@@ -4,7 +4,7 @@ use crate::check::Violation;
 use crate::plan::{MS, Plan};
 use crate::run;
 
-/// After this number of runs, the search ends with the next smaller plan.
+/// After this number of runs, the next smaller plan ends the minimisation.
 const TRIES: usize = 2000;
 /// The number of other seeds with which a plan is tried after one of its faults was removed. The
 /// removal changes all later random events, so the violation may occur only with another seed.
@@ -31,7 +31,7 @@ pub fn shrink(plan: &Plan, violation: &Violation) -> (Plan, Violation) {
     }
 }
 
-/// Smaller plans, for example with fewer faults, pages or lanes or with an option removed.
+/// Smaller plans: with fewer faults, pages or lanes, or smaller in another respect.
 fn candidates(plan: &Plan) -> Vec<Plan> {
     let mut all = Vec::new();
     let mut add = |change: &dyn Fn(&mut Plan)| {

@@ -395,8 +395,8 @@ impl World<'_> {
             if end == End::GivenUp {
                 self.ends.push(end);
             }
-            // The check at the end of the run tests whether the VM is at the destination. It then
-            // records the outcome, for which it needs this mark.
+            // The check at the end of the run tests whether the VM is at the destination. The check
+            // then records the outcome, for which it needs this mark.
             self.marks.doubted = end == End::MovedAfterDoubt;
             self.settle();
             return;

@@ -29,7 +29,7 @@ pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// Like [`run`], and passes the text of each event to `line`. A panic is not caught.
+/// Like [`run`], and passes lines that describe the run to `line`. A panic is not caught.
 ///
 /// # Errors
 /// Same as [`run`], except for panics.

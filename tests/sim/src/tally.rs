@@ -28,7 +28,7 @@ macro_rules! kinds {
 kinds! {
     /// Faults. A fault counts if it had an effect.
     FaultKind {
-        /// A data lane's connection dies, and packets in flight may be lost.
+        /// A data lane's connection dies, with some of the packets in flight.
         LaneCut = "lane cut";
         /// A data lane delays its data.
         LaneHeld = "lane held";

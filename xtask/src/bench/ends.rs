@@ -21,8 +21,8 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) enum Variant {
     /// No tunnel. The sender's socket is connected directly to the reader's socket.
     Bare,
-    /// Two processes that move bytes and seal and open them once, without a handshake or anything
-    /// else ([`super::records`]).
+    /// Two processes that move bytes and seal and open them once, without a handshake
+    /// ([`super::records`]).
     Floor,
     /// Two processes that move bytes without encryption ([`super::forward`]).
     Pipeline,

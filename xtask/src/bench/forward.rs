@@ -1,6 +1,6 @@
 //! A minimal tunnel end: it moves bytes between two hypervisors through user space. Without
-//! encryption, its rate is the upper bound for every tunnel. If it also encrypts the connection to
-//! the other end ([`super::records`]), its costs are the floor for every tunnel.
+//! encryption, its rate is the upper bound in the benchmark. If it also encrypts the connection to
+//! the other end ([`super::records`]), its costs are the floor in the benchmark.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};

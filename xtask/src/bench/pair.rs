@@ -70,8 +70,8 @@ impl Process {
         Ok(process)
     }
 
-    /// The process and the children of its first thread, their children, and so on. `sshd` serves
-    /// a connection in a child.
+    /// The process, the children of its first thread, and likewise the children of each of these.
+    /// `sshd` serves a connection in a child.
     fn family(&self) -> Result<Vec<u32>> {
         let mut family = vec![self.0.id()];
         let mut next = 0;

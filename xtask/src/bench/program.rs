@@ -113,7 +113,7 @@ fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
     )
 }
 
-/// The unprivileged user that exists on every Linux system.
+/// The ID of a user without privileges.
 const UNPRIVILEGED: &str = "65534";
 
 /// Returns a command that runs OpenSSH's server, and the name of the user that can log in. This is

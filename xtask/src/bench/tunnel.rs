@@ -1,5 +1,5 @@
 //! `cargo xtask bench tunnel`: compares the tunnel with stunnel, OpenSSH, a proxy in Go, a direct
-//! connection and the floor.
+//! connection and minimal tunnels.
 //!
 //! The two processes of each variant run for the whole benchmark. The variants take turns in each
 //! round, which spreads other load on the host over all of them. Work outside the tunnel (sender,
@@ -159,7 +159,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     measured
 }
 
-/// Starts the ends of each variant.
+/// Starts the ends of each variant, except of a proxy that cannot be built.
 fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
     let mut pairs = Vec::new();
     for &variant in &options.variants {

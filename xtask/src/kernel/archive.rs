@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use dunlin_rig::guest::Initramfs;
 
 /// Files by their path in the guest, without the leading slash. A new entry replaces an existing
-/// one at the same path; missing parents are added.
+/// one at the same path, except that a folder does not replace a link. Missing parents are added.
 #[derive(Debug, Default)]
 pub struct Archive {
     entries: BTreeMap<PathBuf, Entry>,
@@ -53,7 +53,8 @@ impl Archive {
     }
 
     /// Adds the host's folder `source` as `path`, with everything in it that `wanted` accepts;
-    /// `wanted` receives paths relative to `source`. Devices and sockets are left out.
+    /// `wanted` receives paths relative to `source`. Other types of files, such as devices and
+    /// sockets, are left out.
     ///
     /// # Errors
     /// The folder cannot be read.

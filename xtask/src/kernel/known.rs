@@ -9,7 +9,7 @@ use anyhow::Result;
 use dunlin_rig::cache;
 use dunlin_rig::debian::{self, Kernel, Which};
 
-/// Records that every test has passed under `kernel`.
+/// Records that a run of tests has passed under `kernel`.
 ///
 /// # Errors
 /// The cache cannot be written.

@@ -1,8 +1,8 @@
 //! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
 //!
-//! The kernel of the build machine may lack kernel TLS or ESP. The tests run under the newest and
-//! the oldest supported kernel of Debian, in an emulated machine. docs/testing/kernel-tests.md
-//! explains how to add a test.
+//! The kernel of the build machine may lack kernel TLS or ESP. The tests run in an emulated
+//! machine, by default under the newest and the oldest supported kernel of Debian.
+//! docs/testing/kernel-tests.md explains how to add a test.
 //!
 //! - [`program`]: builds the tests and asks each for its requirements
 //! - [`initramfs`], [`archive`]: the guest's files; `init.sh` runs in the guest
@@ -386,7 +386,7 @@ fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
     println!("{now:6.1} s  {}  {what}", short(kernel));
 }
 
-/// Formats a boot's tests and their output as one block, because two kernels run in parallel.
+/// Formats a boot's tests and their output as one block, because boots run in parallel.
 fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) -> String {
     let mut text = String::new();
     for test in outcomes {
@@ -396,7 +396,7 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
             Verdict::Failed(failure) => format!("FAILED: {failure}"),
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
-        // For a test that passed, print only its measurements.
+        // Unless all output is wanted, print only the measurements of a test that passed.
         let shown = |line: &&String| {
             all || test.verdict != Verdict::Passed || line.starts_with("count of ")
         };

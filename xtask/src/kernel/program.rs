@@ -56,7 +56,7 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// Only the older kernel of the previous Debian release, even in the soak test.
+    /// The older kernel of the previous Debian release.
     Former,
 }
 

@@ -1,6 +1,7 @@
 //! The tables: the page of each, the kept results that it shows, and how its cells are written.
 //!
-//! The rows of a table follow from the lines of the results, so a run with more variants adds rows.
+//! In most tables, the rows follow from the lines of the results, so a run with more variants adds
+//! rows.
 
 use anyhow::{Context, Result};
 use serde_json::json;

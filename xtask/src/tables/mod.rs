@@ -1,8 +1,9 @@
-//! `cargo xtask tables`: writes the tables with measurements into README and `docs/benchmarking/`.
+//! `cargo xtask tables`: writes the tables with measurements into README and `docs/`.
 //!
 //! - `kept`: the results, files of JSON lines.
 //! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
-//! - `layout`: the tables of each page; `cells` writes their cells, and `scaling` computes one of them.
+//! - `layout`: the tables of each page; `cells` writes their cells, and `scaling` computes one
+//!   table.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name the table and its files. This command replaces

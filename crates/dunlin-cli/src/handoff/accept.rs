@@ -1,5 +1,5 @@
-//! `dunlin handoff accept`: serves one port, hands over some of its clients, and forwards the
-//! others to a server.
+//! `dunlin handoff accept`: serves one port, hands over some of its clients, and forwards or
+//! rejects the others.
 
 use std::path::PathBuf;
 use std::sync::mpsc::channel;

@@ -43,7 +43,7 @@ pub(crate) struct SessionLine {
     pub(crate) ports: Option<String>,
     pub(crate) mode: Option<String>,
     pub(crate) up: bool,
-    /// The session's process; `None` if a record of another release does not name it.
+    /// The session's process; `None` if the record does not name it.
     pub(crate) process: Option<u32>,
     /// Whether the session's process still maintains the session. If not, the process died or gave
     /// the session up.
@@ -60,7 +60,7 @@ pub(crate) struct AssociationLine {
     pub(crate) connection: Option<(u16, u16)>,
     pub(crate) spi: u32,
     pub(crate) epoch: u32,
-    /// This counter and those below are `None` if another program removed the SA.
+    /// This counter and those below are `None` if the kernel no longer has the SA.
     pub(crate) bytes: Option<u64>,
     pub(crate) packets: Option<u64>,
     pub(crate) replayed: Option<u32>,

@@ -62,7 +62,7 @@ fn cpu(process: &Process) -> Duration {
 }
 
 /// Migrates repeatedly until the VM moves, and allows the process `short` one more descriptor each
-/// time. So each use of a descriptor fails once. Returns the number of failures.
+/// time. So the uses of descriptors fail one after another. Returns the number of failures.
 fn one_more_each_time(
     hosts: &Hosts,
     source: &Process,
@@ -102,8 +102,8 @@ fn a_source_without_descriptors_reports_it_at_each_use_and_the_vm_stays() {
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     if let Some(failures) = one_more_each_time(&hosts, &source, &destination, &source) {
-        // At least one attempt fails at each of these, because they need descriptors: the identity,
-        // the journal, the control lane, the lanes, and what a lane itself opens.
+        // At least five uses need a descriptor: the identity, the journal, the control lane, the
+        // lanes, and what a lane itself opens.
         assert!(failures >= 5, "{failures}");
     }
 }

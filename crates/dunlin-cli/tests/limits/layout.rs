@@ -1,5 +1,5 @@
-//! A VM that has different memory layouts at the source and at the destination, and a destination
-//! that sends control characters of a terminal.
+//! A source VM with a wrong description of its memory, a VM that has another memory layout at the
+//! destination, and a destination that sends control characters of a terminal.
 
 use std::net::TcpListener;
 use std::sync::Arc;

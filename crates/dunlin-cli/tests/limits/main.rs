@@ -1,6 +1,6 @@
-//! Exhausted resources, silent peers, contradictory descriptions and wrong clocks. Each test checks
-//! that migrations succeed nevertheless, or that the code, the party at fault and the remedy are
-//! reported and the VM stays at the source.
+//! Exhausted resources, silent peers, contradictory descriptions and wrong clocks. The tests check
+//! that migrations succeed nevertheless, or that the failure is reported and the VM stays at the
+//! source.
 //!
 //! These modules are one test program, so that its tests can wait in parallel.
 #![allow(clippy::unwrap_used)]

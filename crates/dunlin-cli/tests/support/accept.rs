@@ -111,8 +111,8 @@ impl Scene {
 
     /// Checks that a client of `own.test` completes its handshake, and that its socket is delivered
     /// and carries a line each way; returns the socket's description. Without kernel TLS the
-    /// handshake still completes and is verified. Then, however, the client gets an alert, the log
-    /// states the reason, and the receiver gets nothing; `tests/kernel` tests the delivery.
+    /// handshake still completes. Then, however, the client gets an alert, the log states the
+    /// reason, and the receiver gets nothing; `tests/kernel` tests the delivery.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
             let why = accept.process.wait_for("fault=kernel name=own.test");

@@ -23,8 +23,8 @@ pub const TUNNEL_PORT: u16 = 18300;
 /// The port of the tunnel's listener for redirected connections to its first peer.
 pub const REDIRECT_PORT: u16 = 18301;
 
-/// How long virsh may take to fail if a part is missing. It takes one second, most of which is the
-/// start of QEMU on the target, and up to three on a busy machine.
+/// How long virsh may take to fail if a part is missing. It usually takes one second, most of which
+/// is the start of QEMU on the target, and longer on a busy machine.
 pub const FAST: Duration = Duration::from_secs(5);
 
 /// Two hosts with libvirt, and the configurations of their tunnels.

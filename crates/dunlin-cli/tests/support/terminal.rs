@@ -107,7 +107,7 @@ impl Terminal {
     }
 
     pub fn resize(&self, rows: u16, columns: u16) {
-        // Otherwise lines outside the new size would stay in `lines`.
+        // Otherwise lines that no longer exist would keep their last content.
         self.state.0.lock().unwrap().lines.clear();
         resize(&self.keys, rows, columns);
     }

@@ -23,7 +23,7 @@ const ACCEPTS_PER_ROUND: usize = 16;
 /// How long to stop accepting after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
-/// client completes its handshake within this time.
+/// client usually completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;

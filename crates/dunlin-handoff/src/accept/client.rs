@@ -56,7 +56,7 @@ pub(super) enum Step {
     Forward(usize),
     /// The handshake is complete.
     Secured,
-    /// Report the refusal; the client stays until it has read its alert.
+    /// Report the refusal; the client stays in [`Stage::Lingering`].
     Refused(Refusal),
     /// Drop the client: it has disconnected, or has sent too much since it was refused.
     Gone,
@@ -78,7 +78,8 @@ impl Client {
     }
 
     /// Progress, for evictions: 0 refused, 1 silent, 2 partial hello, 3 handshake. Clients in their
-    /// handshake are evicted last, because this host has already computed a signature for them.
+    /// handshake are evicted last, because this host may already have computed a signature for
+    /// them.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::Lingering(_) => 0,
@@ -193,8 +194,8 @@ impl Client {
         Step::Refused(refusal)
     }
 
-    /// Waits before closing, because closing a socket with unread bytes resets the connection, and
-    /// the reset can overtake the alert.
+    /// Delays the close, because closing a socket with unread bytes resets the connection, and the
+    /// reset can overtake the alert.
     fn linger(&mut self) {
         // These two calls fail only if the client has disconnected.
         let _ = self.readable_from(1);

@@ -28,11 +28,11 @@ use dunlin_lane::splice::{Pause, Stop, carry};
 use dunlin_linux::splice::Conduit;
 
 /// Idle time after which a client that has sent only its hello may be evicted. A well-behaved
-/// client has answered the backend by then.
+/// client usually has answered the backend by then.
 const GRACE: Duration = Duration::from_secs(1);
-/// Idle time after which any other client may be evicted. A slow disk or a busy backend makes a
-/// client wait for less than this time. A connection that a client keeps open for later requests
-/// can be evicted.
+/// Idle time after which any other client may be evicted. A slow disk or a busy backend usually
+/// makes a client wait for less than this time. A connection that a client keeps open for later
+/// requests can be evicted.
 const IDLE: Duration = Duration::from_secs(10);
 /// Maximum number of evicted clients that still have threads. They do not count towards the limit
 /// of forwarded clients. Each has at most eight descriptors.
@@ -296,7 +296,7 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
 }
 
 /// Makes close(2) reset the connection. A unix socket ignores the option, but reports a reset to
-/// its peer if it is closed with unread bytes (unix(7)).
+/// its peer if it is closed with unread bytes.
 fn reset(socket: impl AsFd) {
     // Fails only if the peer has disconnected.
     let _ = set_reset_on_close(socket);

@@ -20,7 +20,7 @@ pub(super) struct Forwarded {
     /// When either side last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
-    /// Whether one side's connection has failed. The other side's connection is then reset.
+    /// Whether forwarding has failed. Both connections are then reset.
     pub(super) is_broken: AtomicBool,
     /// Whether epoll has reported a failure, by side.
     pub(super) has_failed: [AtomicBool; 2],

@@ -203,7 +203,7 @@ pub enum Refusal {
     /// failed.
     #[error("the connection to the client or to the backend failed: {0}")]
     Broken(#[source] io::Error),
-    /// The acceptor ended, or it evicted a forwarded client after a long silence.
+    /// The acceptor ended, or it evicted an idle forwarded client.
     #[error("closed: this process is ending, or the forwarded client was idle and was evicted")]
     Aborted,
     /// A system call failed, for instance because no descriptors or threads are left.

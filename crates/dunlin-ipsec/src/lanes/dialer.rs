@@ -50,7 +50,7 @@ struct Toward {
     /// The newest session is last; earlier ones have no free port or have ended.
     sessions: Vec<Arc<LaneSession>>,
     /// Ports of ended sessions. Connections from these ports may still exist. Therefore these ports
-    /// are reused only when no other block of ports is free.
+    /// are reused only when no other block of ports is left.
     over: Vec<PortRange>,
 }
 
@@ -116,7 +116,7 @@ impl IpsecDialer {
         &self.lanes.0.shared
     }
 
-    /// Returns a session with free ports, and starts one if there is none. Other callers for the
+    /// Returns the newest session unless it is full; otherwise starts one. Other callers for the
     /// same endpoint and peer wait while it starts.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
@@ -194,8 +194,8 @@ impl IpsecDialer {
                 Ok(session) => {
                     return Ok(LaneSession::new(session, &options, local, peer));
                 }
-                // Another session on one of the two hosts already uses these ports, for instance
-                // because the other host opens lanes too. Try other ports.
+                // These ports conflict with another session or policy on one of the two hosts, for
+                // instance because the other host opens lanes too. Try other ports.
                 Err(error) if error.code() == FaultCode::PortsTaken => {}
                 Err(error) => return Err(cancelled_or(error)),
             }

@@ -103,7 +103,7 @@ struct Shared {
 /// The offer of a session by a peer, and its control connection.
 type Offered = (ControlStream, Opening);
 
-/// An accepted lane on which this side still sends with the fallback SA.
+/// An accepted lane that this side has not moved to the SA of a CPU yet.
 struct Answering {
     lane: TcpStream,
     cpu: u32,
@@ -137,10 +137,11 @@ impl NotProtected {
 }
 
 impl IpsecLanes {
-    /// Prepares this process to open and to accept lanes over IPsec. Both sides take blocks of
-    /// source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
-    /// are pinned. If the list is empty in mode cpu, all lanes use one SA. Removes the policies and
-    /// SAs that dead processes left.
+    /// Prepares this process to open and to accept lanes over IPsec. The side that opens lanes
+    /// takes blocks of source ports from `options.ports`; the other side allows only ports in its
+    /// own `options.ports`. `options.cpus` are the CPUs to which this side's lanes are pinned. If
+    /// the list is empty in mode cpu, all lanes use one SA. Removes the policies and SAs that dead
+    /// processes left.
     ///
     /// # Errors
     /// The kernel lacks a feature, this process lacks a privilege, the range contains no block of
@@ -176,8 +177,8 @@ impl IpsecLanes {
     }
 
     /// Checks that a plain lane uses the SAs of a keying session with the lane's peer, which
-    /// `is_peer` recognises. If the lane uses them, no unprotected packet from the lane's source
-    /// port reaches this host (I6).
+    /// `is_peer` recognises. If the lane uses them, this host accepts no unprotected packet from
+    /// the lane's source port (I6).
     ///
     /// # Errors
     /// The lane does not use such SAs, or its connection cannot be queried or duplicated.
@@ -313,8 +314,8 @@ impl Shared {
     }
 
     /// Moves the packets that this side sends on each accepted lane to the SA of the CPU that
-    /// received the lane's handshake. If that CPU has no SA, requests one and moves the lane when
-    /// the SA is installed.
+    /// received the lane's last packet before [`IpsecLanes::covers`]. If that CPU has no SA,
+    /// requests one and moves the lane when the SA is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {

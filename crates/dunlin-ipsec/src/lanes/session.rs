@@ -143,7 +143,7 @@ pub(super) struct LaneSession {
 #[derive(Debug)]
 struct LaneEntry {
     number: u64,
-    /// The CPU; `None` in mode connection.
+    /// The CPU; `None` in mode connection or without configured CPUs.
     cpu: Option<u32>,
     stream: OnceLock<TcpStream>,
     has_strayed: AtomicBool,
@@ -152,8 +152,8 @@ struct LaneEntry {
 /// A connection that uses only the SAs of a session.
 #[derive(Debug)]
 pub struct ProtectedLane {
-    /// The connection. In mode cpu the calling thread is pinned to the CPU to which the
-    /// connection's SA belongs.
+    /// The connection. If the lane has a CPU ([`LaneHold::cpu`]), the calling thread is pinned to
+    /// it.
     pub stream: TcpStream,
     /// The entry in the session; the lane's thread must keep it as long as the lane exists.
     pub hold: LaneHold,
@@ -164,8 +164,8 @@ pub struct ProtectedLane {
 pub struct LaneHold(Arc<LaneEntry>);
 
 impl LaneGuard for LaneHold {
-    /// If a check found that the lane uses another CPU's SA, makes the kernel look up its route
-    /// again at the next send of this thread.
+    /// If a check found that lanes of this CPU use another SA, makes the kernel look up this lane's
+    /// route again at the next send of this thread.
     fn before_send(&self) {
         if self.0.has_strayed.load(Ordering::Relaxed)
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
@@ -178,8 +178,8 @@ impl LaneGuard for LaneHold {
 }
 
 impl LaneHold {
-    /// The CPU to which the lane's thread is pinned and which has the lane's SA; `None` in mode
-    /// connection.
+    /// The CPU to which the lane's thread is pinned; `None` in mode connection or without
+    /// configured CPUs.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
         self.0.cpu
@@ -189,7 +189,7 @@ impl LaneHold {
 /// Makes the kernel look up the route of a connection, and with it the SA, at the next send.
 pub(super) fn refresh_route(connection: &TcpStream) -> io::Result<()> {
     /// The traffic class CS1 (low priority), which lanes do not use. Each change of the class makes
-    /// the kernel discard the route. No packet is sent with this class.
+    /// the kernel discard the route. The class is set only for a moment.
     const OTHER: u8 = 0x20;
     set_traffic_class(connection, OTHER)?;
     set_traffic_class(connection, 0)
@@ -409,7 +409,7 @@ impl Drop for LaneSession {
         let until = Instant::now() + self.quiet_wait;
         let mut looks = 0;
         while looks < LOOKS && !self.session.is_over() && Instant::now() < until {
-            // If the list is not available, the session itself reports that.
+            // If the connections cannot be listed, they count as closed.
             let is_used = connections().is_ok_and(|all| all.iter().any(|one| self.has(one)));
             looks = if is_used { 0 } else { looks + 1 };
             thread::sleep(BETWEEN_LOOKS);

@@ -12,7 +12,7 @@ use dunlin_proto::ipsec::ports::PortRange;
 /// parses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// The process that started the session.
+    /// The ID of the process that runs the session on this host.
     pub pid: u32,
     /// The mode of the session.
     pub mode: Mode,

@@ -207,7 +207,7 @@ impl Driver {
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // Install all SAs in one call, because each call waits for the disk.
+        // Record all SAs in one call, because each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = &mut self.blocked()?.record;
@@ -327,8 +327,8 @@ impl Driver {
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
     /// uses the ports. If connections still use them, the ports stay blocked until a later process
     /// frees them. If the end was not requested and the ports were protected, they stay blocked
-    /// without a wait. Otherwise an attacker who can interrupt a connection, or make a peer send
-    /// garbage, could open the ports.
+    /// without a wait. If they were freed, an attacker who can interrupt a connection, or make a
+    /// peer send garbage, could open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,

@@ -4,8 +4,8 @@
 //!
 //! This module creates only one kind of SA: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
-//! (`XFRMA_SA_PCPU`, Linux 6.13): packets that this CPU sends prefer it to an SA without a CPU, and
-//! no other CPU uses it. Receiving uses only the SPI, on any CPU.
+//! (`XFRMA_SA_PCPU`, Linux 6.13): a lookup of an SA on this CPU prefers it to an SA without a CPU,
+//! and a lookup on another CPU does not find it. Receiving uses only the SPI, on any CPU.
 //! docs/decisions/0013-sas-without-a-daemon.md has the tests of the kernel's behaviour.
 //!
 //! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; no function

@@ -71,8 +71,8 @@ pub struct State {
     pub reqid: u32,
     /// The direction of the SA on this host.
     pub direction: Direction,
-    /// Outbound: the only CPU that uses the SA. Inbound: the kernel stores the number but ignores
-    /// it.
+    /// Outbound: the only CPU on which lookups find the SA. Inbound: the kernel stores the number
+    /// but ignores it.
     pub cpu: Option<u32>,
     /// The key, used for this SA only.
     pub key: KeyAndSalt,

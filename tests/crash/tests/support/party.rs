@@ -6,8 +6,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// A process is stuck if it prints nothing for this long, because every limit of a run is much
-/// shorter.
+/// A process that has not printed an awaited line after this time is stuck.
 const STUCK: Duration = Duration::from_secs(40);
 /// How often [`Party::reaches`] checks whether the other process has ended.
 const GLANCE: Duration = Duration::from_millis(100);

@@ -77,8 +77,9 @@ impl Case {
         self.victim != Victim::Source
     }
 
-    /// A loopback address that no other run uses. Its port is below the ephemeral ports, so a
-    /// restarted process can bind it again.
+    /// A loopback address that differs between the runs of this process, and almost always from
+    /// those of other processes. Its port is below the ephemeral ports, so a restarted process can
+    /// bind it again.
     fn address(&self) -> String {
         let process = std::process::id();
         format!(
@@ -176,8 +177,8 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(ended)
 }
 
-/// Stops the victims until the process that is not a victim has ended its migration. Then continues
-/// the victims, and waits until they have ended theirs.
+/// Stops the victims until the process that is not a victim has ended its migration; if both are
+/// victims, for a fixed time. Then continues the victims, and waits until they have ended theirs.
 fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_source() {
         cast.source.stop();

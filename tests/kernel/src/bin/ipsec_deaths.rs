@@ -1,6 +1,5 @@
-//! Processes of keying sessions die or hang between any two changes to the kernel's tables.
-//! They do so on either host and also during rekeying. The test also checks the processes that
-//! replace them.
+//! Processes of keying sessions die or hang before a change to the kernel's tables, on either host.
+//! Some die during rekeying. The test also checks the processes that replace them.
 
 use std::env;
 use std::fs;
@@ -43,7 +42,7 @@ const PARTY: &str = "--party";
 /// tables.
 const DIES: &str = "dies";
 const STOPS: &str = "stops";
-/// The process dies as soon as the session is up.
+/// The process dies when the session is up on both hosts.
 const DIES_UP: &str = "dies-up";
 /// Until the session is up, the process tries to connect before each change to the kernel's tables.
 const TRIES: &str = "tries";
@@ -53,7 +52,7 @@ const COLLIDES: &str = "collides";
 const LEAVES: &str = "leaves";
 /// The process delays its first change to the kernel's tables after the session is up.
 const LAGS: &str = "lags";
-/// A file that the test creates after the other process has ended.
+/// A file that the test creates after the process with the action [`LEAVES`] has ended.
 const LEFT: &str = "left";
 /// The process runs a complete session, with new keys in both directions.
 const LIVES: &str = "lives";
@@ -62,7 +61,7 @@ const LIVES: &str = "lives";
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
-/// The timeout of a process after its peer hangs.
+/// The timeout of the process that does not hang.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
@@ -81,7 +80,7 @@ fn main() -> ExitCode {
         for host in ["a", "b"] {
             foreign(guest, host, "add");
         }
-        // Because there are listeners on the ports, a connection fails only if the ports are
+        // Without listeners on the ports, a connection would fail even if the ports were not
         // blocked.
         let listeners = [("a", PORT_A), ("b", PORT_B)]
             .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("the port is free"));
@@ -109,9 +108,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// One of the two processes dies before each of its changes, while it installs, renews or removes
-/// SAs. After each death, the clean-up on each host removes the policies and SAs of the session,
-/// and no others.
+/// One of the two processes dies before one of its changes, at first an early change and in each
+/// further round a later one, while it installs, renews or removes SAs. After each death, the
+/// clean-up on each host removes the policies and SAs of the session, and no others.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -141,8 +140,8 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
 }
 
 /// Replaces an SA and a policy of a dead process by an SA and a policy of another program, with the
-/// same SPI and selector. These must remain. Returns false if the dead process left none to
-/// replace.
+/// same SPI and selector. These must remain. Returns false if the dead process left no such SA or
+/// no such policy.
 fn replacements_stay(guest: &Guest, host: &str, step: usize) -> bool {
     let (own, other) = match host {
         "a" => ("10.0.0.1", "10.0.0.2"),
@@ -189,8 +188,8 @@ fn clean(guest: &Guest, host: &str) {
     guest.command("ip", &netns(host, &clean));
 }
 
-/// While the session's policies are installed, no unencrypted packet of the ports may leave. The
-/// capture would show it.
+/// If the session's policies are installed, asserts that a connection to the ports fails. The
+/// capture would show unencrypted packets.
 fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
     if !policies.contains("dport 4444 ") {
@@ -214,8 +213,8 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
     assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
 }
 
-/// Both processes are killed while the session is up. Their replacements try to send before every
-/// change, until their ports are protected again.
+/// Both processes die while the session is up. Their replacements try to send before every change,
+/// until their ports are protected again.
 fn i6_p13_a_replacement_process_opens_no_port(guest: &Guest) {
     for host in ["a", "b"] {
         let _ = fs::remove_file(meeting(host));

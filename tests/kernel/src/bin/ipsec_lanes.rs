@@ -254,7 +254,8 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// One control connection after another is destroyed. No port may become unprotected.
+/// The control connections of the sessions are destroyed, one after another. No port may become
+/// unprotected.
 fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: &Guest, tls: &Tls) {
     const BLOCKS: usize = 4;
     // The range has as many blocks of 64 ports as there are sessions.
@@ -424,7 +425,7 @@ impl Lane {
                     hold.before_send();
                     stream.write_all(piece)
                 })?;
-                // Bytes in the socket buffer have not used an SA yet, so wait until they are
+                // Bytes in the socket buffer may not have used an SA yet, so wait until they are
                 // acknowledged.
                 while unacknowledged_bytes(&stream)? > 0 {
                     thread::sleep(Duration::from_millis(1));
@@ -543,7 +544,7 @@ impl Far {
     fn hang_up(&self) {
         for lane in self.lanes.lock().expect("no thread panicked").drain(..) {
             set_reset_on_close(&lane).expect("a socket");
-            // This makes the reading thread fail with an error.
+            // This ends the reading thread.
             let _ = lane.shutdown(Shutdown::Both);
         }
     }

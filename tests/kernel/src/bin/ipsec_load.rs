@@ -1,7 +1,7 @@
 //! In sessions with an SA for each CPU, every connection uses the SA of its own CPU under load.
 //!
-//! This also holds after lost SYNs and after an interruption of the link, and on hosts with
-//! different numbers of CPUs. If all connections send the same amount of data, the SAs seal about
+//! This also holds on hosts with different numbers of CPUs, and after a repair if SYNs were lost or
+//! the link was interrupted. If all connections send the same amount of data, the SAs seal about
 //! the same number of frames. If the peer accepts a single SA, that SA carries everything.
 
 use std::net::{TcpListener, TcpStream};
@@ -109,7 +109,7 @@ fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
         lanes: &lanes,
     };
     // At first, an accepted connection uses the SA of the CPU that received the handshake, so it
-    // needs a repair.
+    // may need a repair.
     scene.repair();
     scene.check("at first");
     if case.connections > 1 {
@@ -326,8 +326,7 @@ impl Scene<'_> {
     /// Drops all packets while all connections send, and then lets packets pass again.
     fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // The number of timeouts after which TCP looks up its route again. A low number makes
-            // the test faster.
+            // A low number of timeouts before TCP looks up its route again makes the test faster.
             let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
             let sysctl = ["sysctl", "-q", "-w", &setting];
             self.guest.command("ip", &netns(host, &sysctl));

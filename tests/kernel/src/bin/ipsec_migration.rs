@@ -447,7 +447,7 @@ fn lane_ports(guest: &Guest) -> Vec<u16> {
     said.lines().filter_map(port).collect()
 }
 
-/// Returns the epoch of the outbound SAs, which counts key renewals.
+/// Returns the highest epoch of the outbound SAs. Each renewal of keys increases it.
 fn epochs(sealed: &IpsecLanes) -> u32 {
     let sessions = sealed.sessions().expect("the kernel answers");
     let associations = sessions.iter().flat_map(|one| &one.associations);

@@ -26,7 +26,8 @@ const NEEDS: Needs = Needs {
 
 /// The number of QEMU's multifd connections, in addition to the main connection.
 const CHANNELS: usize = 4;
-/// The memory that the guest writes during the migration. QEMU sends every byte of a non-zero page.
+/// The guest's memory, and its writes during the migration. QEMU sends every byte of a non-zero
+/// page.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 6_000,

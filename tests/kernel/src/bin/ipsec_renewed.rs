@@ -83,7 +83,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
     let load = Load::default();
     thread::scope(|scope| {
         for (near, far) in &connections {
-            // Without a reset on close, unsent bytes would keep the ports blocked for minutes.
+            // Without a reset on close, unsent bytes could keep the ports blocked for minutes.
             set_reset_on_close(near).expect("the socket is connected");
             set_reset_on_close(far).expect("the socket is connected");
             scope.spawn(|| load.write(near));
@@ -95,8 +95,8 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
             session.command("rekey");
             guest.command("dunlin", &status("b", &["--rekey"]));
             load.continues();
-            // The server's list includes its inbound SAs, with which the other host encrypts, so it
-            // shows the epochs of both directions.
+            // The SAs of host b include its inbound SAs, so they show the epochs of both
+            // directions.
             until("new keys", || {
                 let all = associations(guest, "b");
                 all.iter().all(|one| one["epoch"] == epoch)
@@ -108,7 +108,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
         session.command("end");
         until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
-            // Nothing may arrive during this wait, in which ten changes take place.
+            // Nothing may arrive during this wait, which is as long as ten changes.
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });

@@ -57,8 +57,8 @@ fn main() -> ExitCode {
         let serve = p13_a_restarted_server_removes_what_the_killed_one_left(guest, serve);
         serve.end(guest);
         capture.end(guest);
-        // All other packets must be ESP. A host with blocked ports does not answer packets of its
-        // peer.
+        // All other TCP packets must be in ESP. A host with blocked ports does not answer packets
+        // of its peer.
         let seen = |filter| captured(guest, "sessions.pcap", filter);
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
@@ -135,7 +135,7 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Both kernels under which this test runs have per-CPU SAs. In the older one they are a backport.
+/// The newest and the oldest supported kernel have per-CPU SAs. In the oldest they are a backport.
 fn each_cpu_has_an_sa(guest: &Guest) {
     let session = Process::up("cpu");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
@@ -242,7 +242,7 @@ fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     until("the peer's session is over", || has_none(guest, "b"));
     Process::up("connection").end(guest);
     nothing_left(guest);
-    // If SAs are removed, the session also ends with an error, and nothing is sent.
+    // If SAs are removed, the session also ends with an error and its ports stay blocked.
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
     assert!(!session.0.wait().expect("the process ends").success());

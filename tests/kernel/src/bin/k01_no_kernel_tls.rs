@@ -77,8 +77,7 @@ fn keys_need_an_attached_socket() {
     }
 }
 
-/// This is the situation in a container: the module exists, but no process in the container may
-/// load it.
+/// The module exists, but no process may load it, as in a container.
 fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     let _unloaded = guest.without_module("tls");
     unprivileged("Err(ENOENT)");

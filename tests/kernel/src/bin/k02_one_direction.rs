@@ -19,8 +19,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Returns a socket for which the kernel refused the key of one direction. A sandbox, or a kernel
-/// that lacks the cipher, has the same effect.
+/// Returns a socket for which the kernel refused the key of one direction. A sandbox can have the
+/// same effect.
 fn without(direction: Direction, socket: TcpStream) -> TcpStream {
     // A seccomp filter stays with its thread, so use a separate thread.
     thread::spawn(move || {

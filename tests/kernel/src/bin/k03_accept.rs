@@ -1,5 +1,5 @@
-//! `dunlin handoff accept` hands over connections for its own server name.
-//! It forwards all other connections to a stunnel.
+//! `dunlin handoff accept` hands over connections for its own server name. If it has a stunnel for
+//! other connections, it forwards them.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -28,7 +28,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// The number of bytes that are exchanged. It is not a multiple of a record.
+/// The number of bytes that are exchanged. It is not a multiple of a record's size.
 const BYTES: usize = (4 << 20) + 777;
 /// The number of bytes that a client sends before the kernel has the keys.
 const EARLY: usize = 100 << 10;
@@ -339,7 +339,7 @@ fn empty_queue(queue: Vec<UnixStream>, consumer: &UnixListener) {
     }
 }
 
-/// Sends data in both directions simultaneously. Then ends the client.
+/// Sends data in both directions simultaneously. Then closes the client's input and output.
 fn exchange(client: &mut Child, served: &mut TcpStream) {
     let (there, back) = (pattern(BYTES, 1), pattern(BYTES, 2));
     let mut input = client.stdin.take().expect("the stream is piped");

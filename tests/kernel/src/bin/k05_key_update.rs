@@ -115,7 +115,7 @@ fn both_directions_continue_with_new_keys(guest: &Guest) {
     peer.opens = Half::new(&Keys::new(4));
     assert_eq!(peer.receive(), Some((DATA, b"new".to_vec())));
     // The kernel does not wait for the peer's KeyUpdate. A new key that is set too early breaks the
-    // lane.
+    // connection.
     peer.send(DATA, b"old");
     set(&kernel, Direction::Receiving, &Keys::new(3)).expect("the kernel accepts the new key");
     assert_eq!(receive(&kernel, &mut [0; 64]), Err(Errno::EBADMSG));

@@ -17,8 +17,8 @@ use nix::errno::Errno;
 /// The module that implements AES-GCM with this processor's instructions.
 const MODULE: &str = "aesni_intel";
 
-/// The modules from which the kernel builds gcm(aes) without [`MODULE`]. In each kernel, some of
-/// these are modules and the others are built in.
+/// The modules from which the kernel builds gcm(aes) without [`MODULE`]. A kernel may have some of
+/// them built in.
 const PARTS: [&str; 4] = ["gcm", "ctr", "ghash-generic", "aes-generic"];
 
 fn main() -> ExitCode {
@@ -98,8 +98,8 @@ impl Driver {
     }
 }
 
-/// Returns the implementation that two sockets with keys in the kernel use, which is found by the
-/// growth of its reference count. Also checks that the sockets work.
+/// Returns the implementation that two sockets with keys in the kernel use. Its reference count has
+/// grown. Also checks that the sockets work.
 fn chosen() -> Driver {
     let before = drivers();
     let (mut near, mut far) = kernels();

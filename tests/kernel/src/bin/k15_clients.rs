@@ -20,7 +20,7 @@ const NEEDS: Needs = Needs {
 const PYTHON: &str = include_str!("../../../../clients/ktls_client.py");
 const C: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/ktls_copy"));
 
-/// The size of a block, in bytes. It is not a multiple of a record.
+/// The size of a block, in bytes. It is not a multiple of a record's size.
 const BLOCK: usize = (1 << 20) + 777;
 /// The number of blocks: in a normal run, and in the soak test.
 const BLOCKS: [usize; 2] = [64, 1024];

@@ -16,7 +16,7 @@ const NEEDS: Needs = Needs {
     limit_seconds: 240,
     ..Needs::NOTHING
 };
-/// The size of a block, in bytes. It is not a multiple of a record.
+/// The size of a block, in bytes. It is not a multiple of a record's size.
 const BLOCK: usize = 300 << 10;
 const BLOCKS: usize = 24;
 

@@ -16,7 +16,6 @@ const NEEDS: Needs = Needs {
     limit_seconds: 300,
     ..Needs::NOTHING
 };
-/// The memory that the guest writes during the migration.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 4_000,

@@ -23,7 +23,7 @@ fn main() -> ExitCode {
         let probed = a.xfrm.probe().expect("the kernel answers");
         let has_per_cpu = probed.cpu.is_some();
         assert_eq!(probed.cpu, has_per_cpu.then_some(0));
-        // Both kernels under which this test runs store the direction of an SA (since Linux 6.10).
+        // The supported kernels store the direction of an SA (since Linux 6.10).
         assert_eq!(probed.direction, Some(Direction::In));
         println!("per-CPU SAs: {has_per_cpu}");
         a.xfrm.esp().expect("the kernel has ESP");
@@ -43,7 +43,6 @@ fn main() -> ExitCode {
         let held = a.xfrm.state(&state.id).expect("the kernel answers");
         let held = held.expect("the SA exists");
         assert_eq!(held.cpu, has_per_cpu.then_some(1));
-        // As above, both kernels store the direction.
         assert_eq!(held.direction, Some(Direction::Out));
         match a.xfrm.verify(&state) {
             Ok(()) => assert!(has_per_cpu),

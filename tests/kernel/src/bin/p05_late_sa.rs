@@ -1,6 +1,5 @@
-//! A connection that uses the fallback SA keeps it when an SA for its CPU is added.
-//! The fallback must be added first. Otherwise it takes precedence over the other SAs when the
-//! table grows.
+//! A connection that uses the fallback SA keeps it when an SA for its CPU is added. The fallback
+//! must be added first. Otherwise it can take precedence over the other SAs when the table grows.
 
 use std::process::ExitCode;
 use std::thread;
@@ -51,8 +50,8 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A new connection from CPU 1 uses its own SA immediately. A connection from another CPU uses
-    // the fallback.
+    // A new connection from CPU 1 uses the SA of this CPU immediately. A connection from another
+    // CPU uses the fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);

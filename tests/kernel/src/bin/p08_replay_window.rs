@@ -152,7 +152,7 @@ fn receive(socket: &UdpSocket) -> u8 {
     }
 }
 
-/// Four CPUs seal with one SA. The packets of these CPUs overtake each other on the way to the
+/// Four CPUs seal with one SA. The packets of these CPUs can overtake each other on the way to the
 /// link. All data arrives nevertheless. How many packets the receiver rejects with its window
 /// depends on when each CPU runs, so the test prints this number and has no limit for it.
 fn four_cpus(guest: &Guest) {

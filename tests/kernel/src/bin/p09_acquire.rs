@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
-        // From now on no CPU may have an SA. Otherwise a retransmission from another CPU would
+        // From now on no CPU may have an SA. Otherwise a retransmission from another CPU could
         // succeed.
         assert!(
             a.xfrm

@@ -25,7 +25,7 @@ const BYTES: usize = 50_000;
 /// The CPU that receives the packets from the link.
 const QUEUE: u32 = 1;
 /// The maximum number of lanes. The kernel's hash of the ports differs at each boot. With this many
-/// lanes, the probability that fewer than three of four CPUs are used is one in a billion.
+/// lanes, the probability that fewer than three of four CPUs are used is about one in a billion.
 const MOST: u16 = 32;
 
 fn main() -> ExitCode {

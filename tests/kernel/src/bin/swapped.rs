@@ -114,7 +114,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     taken("swapped in to be read", &[]);
 }
 
-/// Migrates an idle guest. Its memory stays swapped out until the engine reads it.
+/// Migrates an idle guest. Most of its populated memory is swapped out before the migration.
 fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     let source = guest(backing);
     page_out_all(source.vm());

@@ -1,4 +1,4 @@
-//! The units in dist/systemd run under Debian's systemd without root, and carry connections.
+//! Units of dist/systemd work under Debian's systemd; the tunnel runs without root.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -24,7 +24,7 @@ const NEEDS: Needs = Needs {
 
 const TUNNEL: &str = "dunlin-tunnel.service";
 
-/// The group that may connect to the hypervisors' sockets, and their user.
+/// The ID of the hypervisors' user, and of the group that may connect to their sockets.
 const HYPERVISOR: u32 = 4711;
 
 /// The drop-in of docs/tunnel/operation.md for sockets of a group. With `--confine yes` the tunnel
@@ -146,13 +146,13 @@ fn issue(guest: &Guest) {
     guest.command("chown", &["-R", "root:root", "/etc/dunlin"]);
 }
 
-/// The command of docs/tunnel/operation.md.
+/// Runs the commands of docs/tunnel/operation.md that let the service read its identity.
 fn readable(guest: &Guest) {
     guest.command("chgrp", &["-R", "dunlin", "/etc/dunlin"]);
     guest.command("chmod", &["-R", "g+rX", "/etc/dunlin"]);
 }
 
-/// A socket that a hypervisor has bound, in a directory that only its group may enter.
+/// A socket that a hypervisor has bound, in a directory that only its user and group may enter.
 fn hypervisor_socket() -> UnixListener {
     fs::create_dir("/run/hypervisor").expect("/run is new");
     let listener = UnixListener::bind("/run/hypervisor/in.sock").expect("/run is writable");

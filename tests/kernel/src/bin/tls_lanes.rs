@@ -68,8 +68,8 @@ fn main() -> ExitCode {
 
 fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
     // The cipher with the processor's instructions is in a module. An installed system loads this
-    // module when it starts, but this machine has not loaded it. Without this module, some kernels
-    // use a slower implementation.
+    // module when it starts, but this machine may not have loaded it. Without this module, some
+    // kernels use a slower implementation.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);

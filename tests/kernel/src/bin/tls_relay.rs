@@ -1,4 +1,4 @@
-//! All tests of relays pass with kernel TLS, where a relay splices bytes without copying them.
+//! The tests of relays pass with kernel TLS, with which a relay splices bytes.
 
 use std::process::ExitCode;
 

@@ -22,14 +22,14 @@ const NEEDS: Needs = Needs {
 
 /// The name of the certificate that `handoff accept` presents.
 const NAME: &str = "own";
-/// The number of bytes that are sent. It is not a multiple of a record.
+/// The number of bytes that are sent. It is not a multiple of a record's size.
 const BYTES: usize = (4 << 20) + 777;
 const LANES: u64 = 2;
 
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let versions = guest.versions();
-        // If this module is loaded, the setting `auto` chooses kernel TLS for lanes.
+        // With these modules, the setting `auto` chooses kernel TLS for lanes.
         guest.command("modprobe", &["-a", "aesni-intel", "tls"]);
         guest.command("dunlin", &["pki", "init", "ca"]);
         for (name, folder) in [("a.test", "a"), ("b.test", "b"), (NAME, NAME)] {

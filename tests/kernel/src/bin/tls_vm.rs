@@ -1,4 +1,4 @@
-//! The kernel seals the lanes of a confined VM process that has closed its listener.
+//! The kernel seals the lanes between confined VM processes.
 
 use std::env;
 use std::process::{Command, ExitCode};

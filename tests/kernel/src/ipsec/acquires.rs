@@ -1,5 +1,5 @@
 //! Policies that request SAs from a key manager (`XFRM_MSG_ACQUIRE`). Dunlin adds SAs before they
-//! are needed and installs no such policy, because it would drop packets (test `p09_acquire`).
+//! are needed and installs no such policies, because they drop packets (test `p09_acquire`).
 
 use std::io;
 use std::net::IpAddr;

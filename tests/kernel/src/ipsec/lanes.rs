@@ -74,7 +74,7 @@ impl Lane {
         let far = listener.accept();
         for end in [&near, &far] {
             end.set_nodelay(true).expect("the socket is connected");
-            // Without a reset, a closed connection would exist for minutes if its SA or its link is
+            // Without a reset, a closed connection could exist for minutes if its SA or its link is
             // removed first.
             set_reset_on_close(end).expect("the socket is connected");
         }
@@ -212,8 +212,8 @@ pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     });
 }
 
-/// Two hosts with SAs for every CPU in both directions, policies for the lanes of one address
-/// family, and a listener.
+/// Two hosts with SAs for CPUs in both directions, policies for the lanes of one address family,
+/// and a listener.
 #[derive(Debug)]
 pub struct Scene {
     /// The hosts.
@@ -258,12 +258,12 @@ impl Scene {
         Lane::connect(&self.hosts.a, cpu, &self.listener)
     }
 
-    /// Returns the SAs from the first host to the second that carried packets while `task` ran.
+    /// Calls [`users`] for the SAs from the first host to the second.
     pub fn there(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
         users(&self.there, &self.hosts.a, &self.hosts.b, task)
     }
 
-    /// Returns the SAs of the opposite direction that carried packets while `task` ran.
+    /// Calls [`users`] for the SAs of the opposite direction.
     pub fn back(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
         users(&self.back, &self.hosts.b, &self.hosts.a, task)
     }

@@ -415,8 +415,8 @@ impl SaSet {
     }
 }
 
-/// Returns whether the kernel has per-CPU SAs. It probes for them, because kernels of older series
-/// have backports.
+/// Returns whether the kernel has per-CPU SAs. Probes for them, because kernels of older series may
+/// have a backport.
 ///
 /// # Panics
 /// The kernel has no IPsec.

@@ -51,7 +51,7 @@ impl Tap {
         }
     }
 
-    /// Stops counting, and returns the counts of frames that have left both hosts.
+    /// Stops counting, and returns the counts of frames that have left either host.
     ///
     /// # Panics
     /// The frames cannot be read.

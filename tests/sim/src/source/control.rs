@@ -11,7 +11,7 @@ use crate::world::World;
 
 /// Timeout for the answer to an offer or an inquiry.
 const ANSWER_LIMIT_NS: u64 = 900 * MS;
-/// How long the source tries to replace a control lane, in pre-copy or for an inquiry.
+/// How long the source tries to open a new control lane before it gives up.
 const RESUME_LIMIT_NS: u64 = 2000 * MS;
 
 /// State of the control lane.

@@ -26,7 +26,7 @@ pub struct Tally {
     pub steps: u64,
     /// Virtual time in nanoseconds.
     pub virtual_ns: u64,
-    /// The number of channels that at least one side closed normally.
+    /// The number of channels that ended well on at least one side.
     pub closed: u64,
     /// The number of other channels that ended.
     pub aborted: u64,

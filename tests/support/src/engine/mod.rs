@@ -37,7 +37,7 @@ use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 /// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// A function that is called with the name of each step of the VM.
+/// A function that is called with the names of steps of the VM.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 /// A function that is called with each VM that a [`TestBuilder`] has built.
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
@@ -70,7 +70,7 @@ pub struct TestVm {
     pub fail: Mutex<Option<&'static str>>,
     /// A replacement for the search for the pages to send, if a test plants a wrong search.
     pub scan: Mutex<Option<Scan>>,
-    /// Called with the name of each step before the step is executed.
+    /// Called with the name of a step that can fail, before the step is executed.
     pub hook: Mutex<Option<Hook>>,
     /// The engine's calls, in order.
     pub calls: Mutex<Vec<&'static str>>,

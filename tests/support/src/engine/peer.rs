@@ -1,4 +1,4 @@
-//! One end of a session, message by message, so that a test can break every rule of the protocol.
+//! One end of a session, message by message, so that a test can break rules of the protocol.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 

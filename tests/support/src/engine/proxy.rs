@@ -22,7 +22,8 @@ use dunlin_proto::negotiate::{LaneDirection, LaneOpen, VERSIONS};
 /// inner content type, and the tag.
 const RECORD_OVERHEAD: usize = 17;
 const RECORD_HEADER_BYTES: usize = 5;
-/// The maximum number of bytes that the proxy buffers from a held or swallowed connection.
+/// The number of buffered bytes at which the proxy stops reading from the near side of a held
+/// connection.
 const HELD_BYTES: usize = 32 << 20;
 /// The time limit of every wait, longer than any wait in a test that passes.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -97,8 +98,8 @@ pub struct Progress {
     pub forwarded: u64,
     /// The injected fault, if there is one.
     pub struck: Option<Fault>,
-    /// The number of TLS record headers received after a data lane's opening. A frame takes several
-    /// records.
+    /// The number of TLS record headers received after a data lane's opening. A frame can take
+    /// several records.
     pub records: u64,
     /// Whether the source has ended its half of the connection.
     pub closed: bool,

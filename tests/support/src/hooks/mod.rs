@@ -1,6 +1,5 @@
-//! A VM with every feature that a VMM can have: a region with a hole, a region on huge pages, and a
-//! region for device state that is too large for sections. It records the order of the engine's
-//! calls on both sides.
+//! A VM with three kinds of regions: with a hole, on huge pages, and for device state that is too
+//! large for sections. It records the order of the engine's calls on both sides.
 
 use std::io;
 use std::net::TcpListener;

@@ -233,8 +233,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final* with the same count of chunks. Both are honest if the counts
-    /// are correct.
+    /// Ends the lane and sends *final* with the same count of chunks. The end of the lane and
+    /// *final* are honest if the counts are correct.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));
@@ -295,7 +295,7 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
 
 /// Runs `lie` against a destination. The session must fail with `fault` and an error that contains
 /// `text`. A VM that was built must be discarded without having run, and the liar must receive a
-/// *cancel* with `fault`, unless `fault` is the loss of a lane.
+/// *cancel* with `fault`, unless `fault` is the loss of a data lane or of the control lane.
 pub fn refused_by_destination(
     row: &str,
     fault: FaultCode,

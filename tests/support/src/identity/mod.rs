@@ -1,4 +1,4 @@
-//! Shared parts of the identity tests: authorities that issue every kind of certificate, and peers
+//! Shared parts of the identity tests: authorities that issue many kinds of certificates, and peers
 //! that verify nothing.
 
 use std::fs;
@@ -296,7 +296,7 @@ pub fn careless_server(host: &Host, protocols: &[&[u8]]) -> rustls::ServerConfig
     config
 }
 
-/// Connects and waits until the other side, which runs Dunlin's code, rejects the connection.
+/// Runs TLS on a connection and waits until the other side, which runs Dunlin's code, rejects it.
 /// Returns the text with which Dunlin reports the rejection.
 pub fn drive_client(config: rustls::ClientConfig, mut stream: TcpStream) -> String {
     let name = "destination.test".try_into().unwrap();

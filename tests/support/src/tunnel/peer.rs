@@ -61,8 +61,8 @@ pub fn dial(
     }
 }
 
-/// Reads a tunnel's offer, and selects `version` and what else it offers. On the first control lane of
-/// a trunk it also sends *accept*.
+/// Reads a tunnel's offer, and selects `version`, the required features and the offered security.
+/// On the first control lane of a trunk it also sends *accept*.
 pub fn answer(control: &ControlStream, version: u16, accept: &Message) -> Offer {
     let Opening::Offer(offer) = read_opening(control) else {
         panic!("no offer")
