@@ -26,8 +26,8 @@ struct Channel {
 
 enum Consumer {
     Connected,
-    /// The consumer has closed the connection. If the channel does not end cleanly after that, it
-    /// is aborted with this failure.
+    /// The consumer has closed the connection. If this side then aborts the channel with the
+    /// failure's code, it reports this failure.
     Gone(Failure),
 }
 

@@ -17,7 +17,7 @@ use dunlin_tunnel::{
     Entrance, Exit, Listen, MAX_REPORT_BYTES, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
-/// The route of reports, which is on the wire.
+/// The name of the route of reports, as the wire format defines it.
 const ROUTE: &str = "dunlin-report";
 
 fn any_port() -> TcpListener {

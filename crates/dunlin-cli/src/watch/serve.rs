@@ -1,5 +1,5 @@
-//! `dunlin serve-status`: metrics and a status page over HTTP, by a process that has no access to
-//! keys, guest memory or control sockets.
+//! `dunlin serve-status`: metrics and a status page over HTTP, by a process that reads only status
+//! sockets and the history.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::FileTypeExt;

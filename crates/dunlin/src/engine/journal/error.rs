@@ -43,7 +43,7 @@ pub enum JournalError {
         source: Unreadable,
     },
     /// Another process holds the session or, without files, another thread of this process.
-    #[error("another process, or another thread of this one, holds the session {path}; only the holder can settle it while it lives", path = path.display())]
+    #[error("another process, or another thread of this one, holds the session {path}; until the holder ends, only the holder can settle the session", path = path.display())]
     Held {
         /// The file.
         path: PathBuf,

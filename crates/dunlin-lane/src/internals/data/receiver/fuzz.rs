@@ -14,7 +14,7 @@ use super::{
 use crate::internals::data::Keys;
 use crate::internals::record::fuzz::halves;
 
-/// The number of bytes that a socket buffers while no thread reads from it.
+/// The most bytes that the target writes before it reads. They fit into a socket's buffer.
 const ROOM_BYTES: usize = 64 << 10;
 
 /// Reads records of any length, with any mixture of the receiver's calls. The sequence of records
