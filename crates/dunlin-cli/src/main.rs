@@ -10,6 +10,7 @@ mod control;
 mod demo;
 mod display;
 mod doctor;
+mod evacuate;
 mod explain;
 mod fault;
 mod file;
@@ -98,6 +99,8 @@ enum Command {
     /// Let libvirt's migrations go through a tunnel, with nothing on its command lines.
     #[command(subcommand)]
     Libvirt(libvirt::Command),
+    /// Empty a host: move all of its VMs to other hosts, through libvirt.
+    Evacuate(evacuate::Evacuate),
     /// Create identities and configurations for hosts, with the commands that install them.
     Init(init::Init),
     /// A small certificate authority for trials.
@@ -158,6 +161,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Handoff(command) => handoff::run(&command),
         Command::Ipsec(command) => ipsec::run(&command),
         Command::Libvirt(command) => libvirt::run(&command),
+        Command::Evacuate(evacuate) => evacuate.run(),
         Command::Init(init) => init.run(),
         Command::Pki(command) => pki::run(&command).map(|()| 0),
     }

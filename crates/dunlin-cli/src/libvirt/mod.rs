@@ -31,6 +31,7 @@ use clap::Subcommand;
 
 pub(crate) use host::IDENTITIES;
 pub(crate) use qemu_conf::QemuConf;
+pub(crate) use status::leads_to_a_tunnel;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

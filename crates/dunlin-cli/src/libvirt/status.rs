@@ -1,6 +1,7 @@
 //! `dunlin libvirt status`.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::Result;
 use clap::Args;
@@ -61,4 +62,21 @@ impl Status {
             false => Ok(FAILED),
         }
     }
+}
+
+/// Whether rules lead the migrations of this host's libvirt into a tunnel, and the tunnel runs.
+pub(crate) fn leads_to_a_tunnel(config: &Path) -> bool {
+    let text = fs::read_to_string(config).unwrap_or_default();
+    if !block::is_in(&text) || sockets::is_in(&text) {
+        return false;
+    }
+    let succeeds = |words: &[&str], config| {
+        let done = dunlin(words, config, None).ok();
+        done.filter(|done| done.status.success())
+    };
+    let runs = succeeds(&["status"], None).is_some_and(|status| {
+        let status = String::from_utf8_lossy(&status.stdout).into_owned();
+        status.lines().any(|line| line.starts_with("tunnel "))
+    });
+    runs && succeeds(&["redirect", "show"], Some(config)).is_some()
 }

@@ -1,0 +1,196 @@
+//! The migration of one VM: its start, or its adoption if it is under way already, and the truth about
+//! it at its end, which both hosts are asked for.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use super::host::{completed, watch, whereabouts};
+use super::job::Job;
+use super::plan::Vm;
+use super::verdict::{Verdict, Where, judge};
+use super::virsh::Virsh;
+
+/// Time between two questions to a host.
+pub(super) const INTERVAL: Duration = Duration::from_millis(200);
+
+/// How long a host may be silent before the VM is in doubt: the restart of a daemon takes less.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+/// How long two hosts may contradict each other. libvirt removes the rest of a failed migration from
+/// the destination after it has answered the source.
+const CONTRADICTION_LIMIT: Duration = Duration::from_secs(10);
+
+/// What was asked of a VM's migration.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    pub(super) is_cancelled: AtomicBool,
+    /// The guest was paused because its time was over.
+    pub(super) is_paused: AtomicBool,
+}
+
+#[derive(Debug)]
+pub(super) struct Carry {
+    pub(super) vm: Vm,
+    pub(super) source: Virsh,
+    pub(super) destination: Virsh,
+    /// Flags of `virsh migrate`.
+    pub(super) flags: Vec<String>,
+    /// The initial rate in MiB/s.
+    pub(super) rate: Option<u64>,
+    pub(super) downtime: Option<Duration>,
+}
+
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) verdict: Verdict,
+    /// Why it did not move; empty if it did.
+    pub(super) reason: String,
+    /// The figures of its migration.
+    pub(super) job: Option<Job>,
+    pub(super) took: Duration,
+}
+
+impl Carry {
+    /// Moves the VM, and returns when it has ended in one way or another.
+    pub(super) fn run(&self, asked: &Asked) -> Ended {
+        let began = Instant::now();
+        let mut before = Vec::new();
+        let mut reason = String::new();
+        // A migration under way has its settings.
+        if self.vm.bound.is_none() && !asked.is_cancelled.load(Ordering::SeqCst) {
+            before = self.settings();
+            reason = match self.migrate() {
+                Ok(reason) => reason,
+                Err(error) => format!("{error:#}"),
+            };
+        }
+        let mut verdict = self.settle();
+        if verdict == Verdict::StayedPaused {
+            verdict = self.resume(asked);
+        }
+        let job = match &verdict {
+            Verdict::Moved => {
+                completed(&self.destination, &self.vm.uuid).or_else(|| self.last_job())
+            }
+            _ => self.last_job(),
+        };
+        match &verdict {
+            Verdict::Moved => reason.clear(),
+            Verdict::Stayed | Verdict::StayedPaused => {
+                for words in before {
+                    let _ = self.call(&words);
+                }
+                let cause = job.as_ref().and_then(Job::error);
+                if reason.is_empty() {
+                    reason = cause.unwrap_or("libvirt gave no reason").to_owned();
+                }
+            }
+            Verdict::Doubt(text) => reason = format!("{text}; {reason}"),
+        }
+        Ended {
+            verdict,
+            reason,
+            job,
+            took: began.elapsed(),
+        }
+    }
+
+    fn last_job(&self) -> Option<Job> {
+        completed(&self.source, &self.vm.uuid)
+    }
+
+    fn call(&self, words: &[String]) -> Result<String> {
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        self.source.ask(&words)
+    }
+
+    /// Limits the downtime. Returns the commands that restore what this migration changes, because
+    /// libvirt keeps these settings.
+    fn settings(&self) -> Vec<Vec<String>> {
+        let uuid = self.vm.uuid.as_str();
+        let mut before = Vec::new();
+        let mut keep = |get: &str, set: &str| {
+            if let Ok(value) = self.source.ask(&[get, uuid]) {
+                let set = [set, uuid, value.trim()].map(str::to_owned);
+                before.push(set.into());
+            }
+        };
+        if self.rate.is_some() {
+            keep("migrate-getspeed", "migrate-setspeed");
+        }
+        if let Some(limit) = self.downtime {
+            keep("migrate-getmaxdowntime", "migrate-setmaxdowntime");
+            let limit = limit.as_millis().to_string();
+            let _ = self.source.ask(&["migrate-setmaxdowntime", uuid, &limit]);
+        }
+        before
+    }
+
+    /// Runs `virsh migrate`. Returns libvirt's reason if it fails, and an empty text otherwise. With
+    /// `--p2p` the source's libvirt continues if virsh or this process ends.
+    fn migrate(&self) -> Result<String> {
+        let mut words = vec!["migrate", "--live", "--p2p"];
+        let rate = self.rate.map(|rate| rate.to_string());
+        if let Some(rate) = &rate {
+            words.extend(["--bandwidth", rate]);
+        }
+        words.extend(self.flags.iter().map(String::as_str));
+        words.extend([
+            "--domain",
+            &self.vm.uuid,
+            "--desturi",
+            &self.destination.uri,
+        ]);
+        let answer = self.source.start(&words)?.wait(None)?;
+        Ok(match answer.is_ok {
+            true => String::new(),
+            false => answer.reason(),
+        })
+    }
+
+    /// Waits until the migration has ended, and the hosts agree where the VM is.
+    fn settle(&self) -> Verdict {
+        let mut since = Instant::now();
+        loop {
+            if self.is_leaving() {
+                since = Instant::now();
+            } else {
+                let source = whereabouts(&self.source, &self.vm.uuid);
+                let destination = whereabouts(&self.destination, &self.vm.uuid);
+                let is_silent = [&source, &destination]
+                    .iter()
+                    .any(|at| matches!(at, Where::Unknown(_)));
+                let limit = match is_silent {
+                    true => SILENCE_LIMIT,
+                    false => CONTRADICTION_LIMIT,
+                };
+                match judge(&source, &destination, self.vm.is_paused) {
+                    Verdict::Doubt(_) if since.elapsed() < limit => {}
+                    verdict => return verdict,
+                }
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+
+    /// Whether the source's libvirt still migrates it, although virsh may have ended.
+    fn is_leaving(&self) -> bool {
+        let seen = watch(&self.source, std::slice::from_ref(&self.vm.uuid));
+        let seen = seen.ok().and_then(|mut seen| seen.pop().flatten());
+        seen.and_then(|seen| seen.job)
+            .is_some_and(|job| job.is_leaving())
+    }
+
+    /// Lets a VM run again that was paused for its time, and did not move.
+    fn resume(&self, asked: &Asked) -> Verdict {
+        if asked.is_paused.load(Ordering::SeqCst) {
+            let _ = self.source.ask(&["resume", &self.vm.uuid]);
+        }
+        match whereabouts(&self.source, &self.vm.uuid) {
+            Where::Running => Verdict::Stayed,
+            _ => Verdict::StayedPaused,
+        }
+    }
+}

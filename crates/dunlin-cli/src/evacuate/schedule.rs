@@ -1,0 +1,259 @@
+//! When each VM starts, at which rate, and when its migration is cancelled.
+//!
+//! ```text
+//!  waiting ──start──▶ copying ──▶ switchover ──▶ ended
+//!                       │  ▲          │
+//!                       ▼  └──────────┘
+//!                    post-copy ──────────────────▶ ended
+//! ```
+//!
+//! A VM in switchover leaves its place to the next one, because the link has little left to carry.
+//! One in post-copy does not: its guest waits for pages.
+
+use std::time::Duration;
+
+use super::shares::{Budgets, shares};
+
+/// What the source says about a VM that moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Copying,
+    Switchover,
+    Postcopy,
+}
+
+/// What happens to a VM that exceeds its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OnLimit {
+    Cancel,
+    Postcopy,
+    Pause,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules {
+    /// VMs that copy at the same time.
+    pub(super) parallel: usize,
+    pub(super) budgets: Budgets,
+    /// Time for each VM.
+    pub(super) time: Option<Duration>,
+    pub(super) on_limit: OnLimit,
+}
+
+/// VMs are numbers, in the order of the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// Time has passed.
+    Tick,
+    Seen(usize, Phase),
+    Ended {
+        vm: usize,
+        /// An operator has to decide where the VM is. No other one starts.
+        is_doubtful: bool,
+    },
+    /// The operator wants an end.
+    Interrupt,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// At this rate, in MiB/s; `None` is unlimited.
+    Start(usize, Option<u64>),
+    Rate(usize, Option<u64>),
+    Cancel(usize),
+    Postcopy(usize),
+    Pause(usize),
+}
+
+/// Time between two requests of the same kind for a VM. libvirt refuses a request before the
+/// migration has begun, for example.
+const AGAIN: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    Waiting,
+    Moving(Moving),
+    Ended,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Moving {
+    since: Duration,
+    phase: Phase,
+    rate: Option<u64>,
+    /// What is asked of libvirt, and when it was asked last.
+    wanted: Option<(OnLimit, Duration)>,
+}
+
+/// Times are since any fixed moment.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    rules: Rules,
+    /// The destination of each VM.
+    to: Vec<usize>,
+    vms: Vec<State>,
+    /// Nothing starts any more.
+    is_halted: bool,
+    is_interrupted: bool,
+}
+
+impl Schedule {
+    pub(super) fn new(rules: Rules, to: Vec<usize>) -> Self {
+        Self {
+            rules,
+            vms: vec![State::Waiting; to.len()],
+            to,
+            is_halted: false,
+            is_interrupted: false,
+        }
+    }
+
+    /// Nothing moves, and nothing starts any more.
+    pub(super) fn is_over(&self) -> bool {
+        let is_open = |state: &State| match state {
+            State::Waiting => !self.is_halted,
+            State::Moving(_) => true,
+            State::Ended => false,
+        };
+        !self.vms.iter().any(is_open)
+    }
+
+    /// The VMs that have neither ended nor been cancelled, with their phases.
+    pub(super) fn finishing(&self) -> Vec<usize> {
+        let is_finishing = |state: &State| matches!(state, State::Moving(moving) if moving.phase != Phase::Copying);
+        (0..self.vms.len())
+            .filter(|vm| is_finishing(&self.vms[*vm]))
+            .collect()
+    }
+
+    pub(super) fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Tick => {}
+            Event::Seen(vm, phase) => {
+                if let State::Moving(moving) = &mut self.vms[vm] {
+                    moving.phase = phase;
+                }
+            }
+            Event::Ended { vm, is_doubtful } => {
+                self.vms[vm] = State::Ended;
+                self.is_halted |= is_doubtful;
+            }
+            Event::Interrupt => {
+                self.is_halted = true;
+                self.is_interrupted = true;
+            }
+        }
+        let mut actions = self.requests(now);
+        let started = self.start(now);
+        let rates = self.rates();
+        // Rates fall before another VM starts, and rise after it.
+        let (fall, rise): (Vec<_>, Vec<_>) = rates.into_iter().partition(|(falls, _)| *falls);
+        actions.extend(fall.into_iter().map(|(_, action)| action));
+        for vm in started {
+            if let State::Moving(moving) = self.vms[vm] {
+                actions.push(Action::Start(vm, moving.rate));
+            }
+        }
+        actions.extend(rise.into_iter().map(|(_, action)| action));
+        actions
+    }
+
+    /// Requests for VMs that copy and should not any longer.
+    fn requests(&mut self, now: Duration) -> Vec<Action> {
+        let (rules, is_interrupted) = (self.rules, self.is_interrupted);
+        let mut actions = Vec::new();
+        for (vm, state) in self.vms.iter_mut().enumerate() {
+            let State::Moving(moving) = state else {
+                continue;
+            };
+            let is_late = rules.time.is_some_and(|time| now - moving.since >= time);
+            let wanted = match is_interrupted {
+                true => Some(OnLimit::Cancel),
+                false => is_late.then_some(rules.on_limit),
+            };
+            let Some(wanted) = wanted.filter(|_| moving.phase == Phase::Copying) else {
+                continue;
+            };
+            let is_new = moving.wanted.is_none_or(|(before, _)| before != wanted);
+            let is_due = moving.wanted.is_none_or(|(_, at)| now - at >= AGAIN);
+            // A paused VM would be paused again; it stays in the phase of copying.
+            if !is_new && (wanted == OnLimit::Pause || !is_due) {
+                continue;
+            }
+            moving.wanted = Some((wanted, now));
+            actions.push(match wanted {
+                OnLimit::Cancel => Action::Cancel(vm),
+                OnLimit::Postcopy => Action::Postcopy(vm),
+                OnLimit::Pause => Action::Pause(vm),
+            });
+        }
+        actions
+    }
+
+    /// Starts as many VMs as there is room for, and returns them.
+    fn start(&mut self, now: Duration) -> Vec<usize> {
+        let mut started = Vec::new();
+        while !self.is_halted {
+            let copying = self.sharing();
+            let next = (0..self.vms.len()).find(|vm| matches!(self.vms[*vm], State::Waiting));
+            let Some(next) = next.filter(|_| copying.len() < self.rules.parallel) else {
+                break;
+            };
+            // virsh has no rate below 1 MiB/s.
+            let with: Vec<usize> = copying
+                .iter()
+                .chain([&next])
+                .map(|vm| self.to[*vm])
+                .collect();
+            let is_too_little = |share: &Option<u64>| *share == Some(0);
+            if shares(&with, self.rules.budgets).iter().any(is_too_little) {
+                break;
+            }
+            self.vms[next] = State::Moving(Moving {
+                since: now,
+                phase: Phase::Copying,
+                rate: None,
+                wanted: None,
+            });
+            started.push(next);
+        }
+        let all = self.sharing();
+        for (vm, rate) in all.iter().zip(self.shares_of(&all)) {
+            if let State::Moving(moving) = &mut self.vms[*vm]
+                && started.contains(vm)
+            {
+                moving.rate = rate;
+            }
+        }
+        started
+    }
+
+    /// The VMs that use the link. QEMU does not limit a switchover.
+    fn sharing(&self) -> Vec<usize> {
+        let is_sharing = |vm: &usize| matches!(self.vms[*vm], State::Moving(moving) if moving.phase != Phase::Switchover);
+        (0..self.vms.len()).filter(is_sharing).collect()
+    }
+
+    fn shares_of(&self, vms: &[usize]) -> Vec<Option<u64>> {
+        let to: Vec<usize> = vms.iter().map(|vm| self.to[*vm]).collect();
+        shares(&to, self.rules.budgets)
+    }
+
+    /// The rates that change, and whether each falls.
+    fn rates(&mut self) -> Vec<(bool, Action)> {
+        let sharing = self.sharing();
+        let mut changed = Vec::new();
+        for (vm, rate) in sharing.iter().zip(self.shares_of(&sharing)) {
+            if let State::Moving(moving) = &mut self.vms[*vm]
+                && moving.rate != rate
+            {
+                changed.push((rate < moving.rate, Action::Rate(*vm, rate)));
+                moving.rate = rate;
+            }
+        }
+        changed
+    }
+}
+
+#[cfg(test)]
+mod tests;

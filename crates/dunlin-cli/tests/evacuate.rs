@@ -1,0 +1,504 @@
+//! `dunlin evacuate` with two libvirt daemons and guests that check their own memory.
+#![cfg(target_arch = "x86_64")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_rig::libvirt::{Pair, Running, Side, TIMEOUT, Vm};
+use dunlin_rig::need;
+use dunlin_test_base::Scratch;
+use serde_json::Value;
+use support::{Done, Process, words};
+
+/// Two hosts, and a virsh of each host for programs of the machine.
+struct Scene {
+    pair: Pair,
+    scratch: Scratch,
+}
+
+impl Scene {
+    fn new() -> Option<Self> {
+        let pair = need::libvirt()?;
+        let scratch = Scratch::new();
+        for side in [Side::A, Side::B] {
+            let root = pair.on(side).path_inside("");
+            let script = format!(
+                "#!/bin/sh\nexec chroot {} /usr/bin/virsh \"$@\"\n",
+                root.display()
+            );
+            let folder = scratch.join(side.name());
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("virsh"), script).unwrap();
+            fs::set_permissions(folder.join("virsh"), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        Some(Self { pair, scratch })
+    }
+
+    /// `dunlin evacuate` of a host, which is not started.
+    fn command(&self, from: Side, flags: &str) -> Command {
+        let to = from.other().name();
+        let mut command = words(&format!(
+            "evacuate --from qemu:///system --to qemu+tcp://{to}/system --state-dir"
+        ));
+        let folder = self.scratch.join(from.name());
+        let path = std::env::var("PATH").unwrap();
+        command
+            .arg(folder.join("state"))
+            .args(flags.split_whitespace())
+            .env("PATH", format!("{}:{path}", folder.display()));
+        self.pair.on(from).enter(&command)
+    }
+
+    fn evacuate(&self, from: Side, flags: &str) -> Done {
+        let running = Running::start(self.command(from, &format!("--json {flags}"))).unwrap();
+        done(running)
+    }
+
+    /// Starts `dunlin evacuate --json`.
+    fn begin(&self, from: Side, flags: &str) -> Process {
+        Process::follow(self.command(from, flags), &self.scratch.join("unused"))
+    }
+
+    fn must(&self, side: Side, words: &str) -> String {
+        let said = self.pair.must(side, words);
+        said.unwrap_or_else(|error| panic!("{error}"))
+            .trim()
+            .to_owned()
+    }
+
+    /// Expects that the VM runs on this host and only there, and that its memory is intact.
+    fn runs_on(&self, side: Side, vm: &Vm) {
+        let state = self.pair.state(side, vm).unwrap().unwrap_or_default();
+        assert!(state.starts_with("running"), "{}: {state}", vm.name);
+        let other = self.must(side.other(), "list --name");
+        assert!(!other.lines().any(|name| name == vm.name), "{other}");
+        self.pair.visits(side, vm).unwrap();
+        self.pair.check(side, vm).unwrap();
+    }
+
+    fn records(&self, from: Side) -> Vec<PathBuf> {
+        let folder = self.scratch.join(from.name()).join("state/evacuate");
+        let files = fs::read_dir(folder)
+            .unwrap()
+            .map(|file| file.unwrap().path());
+        let is_record = |path: &PathBuf| path.extension().is_some_and(|end| end == "json");
+        files.filter(is_record).collect()
+    }
+}
+
+/// Waits for the end of `dunlin evacuate --json`. A host that does not answer delays it by minutes.
+fn done(running: Running) -> Done {
+    let ended = running.wait(4 * TIMEOUT).unwrap();
+    let is_object = |line: &&str| line.starts_with('{');
+    let (out, err): (Vec<&str>, Vec<&str>) = ended.said.lines().partition(is_object);
+    Done {
+        code: ended.code.unwrap_or(-1),
+        out: out.join("\n"),
+        err: err.join("\n"),
+    }
+}
+
+fn vm(name: &str, memory_mib: u32) -> Vm {
+    let mut vm = Vm::new(name);
+    vm.workload.memory_mib = memory_mib;
+    vm
+}
+
+/// A VM that writes half of its memory again and again.
+fn busy(name: &str, memory_mib: u32) -> Vm {
+    let mut vm = vm(name, memory_mib);
+    vm.workload.hot = vm.workload.pages / 2;
+    vm.workload.rate = Some(20_000);
+    vm
+}
+
+fn named<'a>(results: &'a Value, name: &str) -> &'a Value {
+    let results = results["results"].as_array().unwrap();
+    let found = results.iter().find(|one| one["vm"] == name);
+    found.unwrap_or_else(|| panic!("no {name} in {results:?}"))
+}
+
+/// The values of a field of all lines of an event.
+fn all<'a>(lines: &'a [Value], event: &str, field: &str) -> Vec<&'a str> {
+    let lines = lines.iter().filter(|line| line["event"] == event);
+    lines.map(|line| line[field].as_str().unwrap()).collect()
+}
+
+fn place(lines: &[Value], event: &str, vm: &str) -> Option<usize> {
+    let is_it = |line: &Value| line["event"] == event && line["vm"] == vm;
+    lines.iter().position(is_it)
+}
+
+/// Whether the long tests run, too.
+fn soak() -> bool {
+    let is_soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
+    if !is_soak {
+        println!("only the soak runs this test (DUNLIN_SOAK=1)");
+    }
+    is_soak
+}
+
+/// Four VMs: one is busy, and the destination refuses one.
+#[test]
+fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
+    let _turn = need::turn();
+    let Some(scene) = Scene::new() else { return };
+    let vms = [vm("web", 48), busy("db", 56), vm("mail", 64), vm("ci", 40)];
+    for vm in &vms {
+        scene.pair.create(Side::A, vm).unwrap();
+    }
+    let [web, db, mail, ci] = &vms;
+    // Another VM of this name, which does not run.
+    scene.must(Side::B, "define /srv/mail.xml");
+    let foreign = scene.must(Side::B, "domuuid mail");
+
+    let plan = scene.evacuate(Side::A, "--dry-run").expect(0);
+    let plan = &plan.lines()[0];
+    let planned = plan["moves"].as_array().unwrap().iter();
+    let planned: Vec<_> = planned
+        .map(|one| (&one["vm"], &one["memory_bytes"]))
+        .collect();
+    let sizes = [("ci", 40), ("web", 48), ("db", 56), ("mail", 64)];
+    assert_eq!(planned.len(), sizes.len(), "{plan}");
+    for ((name, bytes), (wanted, mib)) in planned.into_iter().zip(sizes) {
+        assert_eq!(
+            (name.as_str(), bytes.as_u64()),
+            (Some(wanted), Some(mib << 20))
+        );
+    }
+    for vm in &vms {
+        assert!(
+            scene
+                .pair
+                .state(Side::A, vm)
+                .unwrap()
+                .unwrap()
+                .starts_with("running")
+        );
+    }
+
+    let first = scene.evacuate(Side::A, "").expect(1);
+    println!("{}\n{}", first.out, first.err);
+    let lines = first.lines();
+    assert_eq!(all(&lines, "started", "vm"), ["ci", "web", "db", "mail"]);
+    // One at a time: none starts before the one before it has reached switchover, or has ended.
+    for pair in ["ci", "web", "db", "mail"].windows(2) {
+        let started = place(&lines, "started", pair[1]);
+        let place_left = place(&lines, "switchover", pair[0]).or(place(&lines, "ended", pair[0]));
+        assert!(
+            place_left.unwrap() < started.unwrap(),
+            "{pair:?}: {}",
+            first.out
+        );
+    }
+    let report = first.last();
+    let counts = ["vms", "moved", "failed", "doubt"].map(|field| report[field].as_u64().unwrap());
+    assert_eq!(counts, [4, 3, 1, 0], "{report}");
+    for vm in [web, db, ci] {
+        let result = named(&report, &vm.name);
+        assert_eq!(result["result"], "moved", "{result}");
+        assert!(
+            result["sent_bytes"].as_u64() > Some(vm.workload.pages * 4096),
+            "{result}"
+        );
+        assert!(result["downtime_ms"].as_u64().is_some(), "{result}");
+        assert!(result["duration_s"].as_f64() > Some(0.0), "{result}");
+        scene.runs_on(Side::B, vm);
+        // The definition has moved, too.
+        assert_eq!(scene.pair.state(Side::A, vm).unwrap(), None);
+        assert!(
+            scene
+                .must(Side::B, &format!("dominfo {}", vm.name))
+                .contains("Persistent:     yes")
+        );
+    }
+    let stayed = named(&report, "mail");
+    assert_eq!(stayed["result"], "stayed", "{stayed}");
+    assert!(
+        stayed["reason"].as_str().unwrap().contains(&foreign),
+        "{stayed}"
+    );
+    let state = scene.pair.state(Side::A, mail).unwrap().unwrap();
+    assert!(state.starts_with("running"), "{state}");
+    scene.pair.visits(Side::A, mail).unwrap();
+    scene.pair.check(Side::A, mail).unwrap();
+
+    scene.must(Side::B, "undefine mail");
+    let second = scene.evacuate(Side::A, "").expect(0);
+    assert_eq!(all(&second.lines(), "started", "vm"), ["mail"]);
+    let report = second.last();
+    assert_eq!(
+        (&report["vms"], &report["moved"]),
+        (&4.into(), &4.into()),
+        "{report}"
+    );
+    for (name, earlier) in [("web", true), ("db", true), ("ci", true), ("mail", false)] {
+        let result = named(&report, name);
+        assert_eq!(result["earlier"], earlier, "{result}");
+        assert!(result["sent_bytes"].as_u64() > Some(1 << 20), "{result}");
+    }
+    scene.runs_on(Side::B, mail);
+    assert!(scene.records(Side::A).is_empty());
+    // Nothing is left to do.
+    let third = scene.evacuate(Side::A, "").expect(0);
+    assert_eq!(third.last()["vms"], 0);
+}
+
+/// Slow enough that a test can act while a VM copies: 48 MiB take 12 s.
+const SLOW: &str = "--outbound 4M";
+
+/// Waits until the first VM copies.
+fn copies(run: &Process) -> String {
+    let progress = run.wait_for("progress");
+    progress["vm"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
+    let _turn = need::turn();
+    let Some(scene) = Scene::new() else { return };
+    let vms = [vm("ci", 40), vm("web", 48)];
+    for vm in &vms {
+        scene.pair.create(Side::A, vm).unwrap();
+    }
+    let speed = scene.must(Side::A, "migrate-getspeed ci");
+
+    let run = scene.begin(Side::A, SLOW);
+    assert_eq!(copies(&run), "ci");
+    run.signal("INT");
+    let interrupted = run.wait_for("interrupted");
+    assert_eq!(interrupted["finishing"], 0, "{interrupted}");
+    let (code, report) = run.ended();
+    assert_eq!(code, 4, "{report}");
+    assert_eq!(named(&report, "ci")["result"], "cancelled", "{report}");
+    assert_eq!(named(&report, "web")["result"], "not-started", "{report}");
+    for vm in &vms {
+        scene.runs_on(Side::A, vm);
+    }
+    // The limit of this evacuation is not left behind.
+    assert_eq!(scene.must(Side::A, "migrate-getspeed ci"), speed);
+
+    let run = scene.begin(Side::A, SLOW);
+    assert_eq!(copies(&run), "ci");
+    run.kill();
+    // libvirt goes on, and the second command waits for it. Its budget is another one.
+    let second = scene.evacuate(Side::A, "--outbound 1G").expect(0);
+    println!("{}", second.out);
+    let lines = second.lines();
+    let started = lines.iter().filter(|line| line["event"] == "started");
+    let started: Vec<_> = started
+        .map(|line| (&line["vm"], &line["under_way"]))
+        .collect();
+    assert_eq!(
+        started,
+        [(&"ci".into(), &true.into()), (&"web".into(), &false.into())]
+    );
+    let report = second.last();
+    assert_eq!(
+        (&report["vms"], &report["moved"]),
+        (&2.into(), &2.into()),
+        "{report}"
+    );
+    for vm in &vms {
+        scene.runs_on(Side::B, vm);
+    }
+
+    // libvirt finishes a migration while no command runs. The next one reports it.
+    let run = scene.begin(Side::B, "--outbound 16M");
+    assert_eq!(copies(&run), "ci");
+    run.kill();
+    let deadline = Instant::now() + TIMEOUT;
+    while scene.must(Side::B, "list --name").contains("ci") {
+        assert!(Instant::now() < deadline);
+        thread::sleep(Duration::from_millis(100));
+    }
+    let last = scene.evacuate(Side::B, "").expect(0);
+    let report = last.last();
+    let (ci, web) = (named(&report, "ci"), named(&report, "web"));
+    assert_eq!(
+        (&ci["result"], &ci["earlier"]),
+        (&"moved".into(), &true.into()),
+        "{report}"
+    );
+    assert!(ci["sent_bytes"].as_u64() > Some(1 << 20), "{ci}");
+    assert_eq!(
+        (&web["result"], &web["earlier"]),
+        (&"moved".into(), &false.into()),
+        "{report}"
+    );
+    for vm in &vms {
+        scene.runs_on(Side::A, vm);
+    }
+}
+
+/// The rates that libvirt has for VMs while they move two at a time.
+#[test]
+fn budgets_are_shared_and_limits_are_kept() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(scene) = Scene::new() else { return };
+    let vms = [vm("ci", 40), vm("web", 48), busy("db", 56)];
+    for vm in &vms {
+        scene.pair.create(Side::A, vm).unwrap();
+    }
+    let run = scene.begin(Side::A, "--parallel 2 --outbound 8M --inbound 6M");
+    assert_eq!(run.wait_for("started")["vm"], "ci");
+    assert_eq!(run.wait_for("started")["vm"], "web");
+    run.wait_for("progress");
+    let speed = |name: &str| scene.must(Side::A, &format!("migrate-getspeed {name}"));
+    assert_eq!((&*speed("ci"), &*speed("web")), ("3", "3"));
+    run.signal("INT");
+    let (code, report) = run.ended();
+    assert_eq!(code, 4, "{report}");
+
+    // A VM that is over its time is cancelled, or paused until it has moved.
+    let late = scene
+        .evacuate(Side::A, "--outbound 4M --time-limit 2s")
+        .expect(1);
+    let report = late.last();
+    assert_eq!(report["moved"], 0, "{report}");
+    for vm in &vms {
+        assert_eq!(named(&report, &vm.name)["result"], "cancelled", "{report}");
+        scene.runs_on(Side::A, vm);
+    }
+    let flags = "--outbound 16M --time-limit 2s --on-time-limit pause --downtime-limit 50ms";
+    let paused = scene.evacuate(Side::A, flags).expect(0);
+    println!("{}", paused.out);
+    // A guest that was paused for its time and did not move runs again.
+    for vm in &vms {
+        scene.runs_on(Side::B, vm);
+    }
+    let run = scene.begin(
+        Side::B,
+        "--outbound 4M --time-limit 1s --on-time-limit pause",
+    );
+    copies(&run);
+    let deadline = Instant::now() + TIMEOUT;
+    while !scene
+        .pair
+        .state(Side::B, &vms[0])
+        .unwrap()
+        .unwrap()
+        .starts_with("paused (user")
+    {
+        assert!(Instant::now() < deadline);
+    }
+    run.signal("TERM");
+    assert_eq!(run.ended().0, 4);
+    for vm in &vms {
+        scene.runs_on(Side::B, vm);
+    }
+    let flags = "--outbound 16M --time-limit 1s --on-time-limit postcopy";
+    let postcopy = scene.evacuate(Side::B, flags).expect(0);
+    println!("{}", postcopy.out);
+    for vm in &vms {
+        scene.runs_on(Side::A, vm);
+    }
+}
+
+#[test]
+fn i1_i2_a_destination_that_is_full_moves_nothing() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(scene) = Scene::new() else { return };
+    let vm = vm("web", 48);
+    scene.pair.create(Side::A, &vm).unwrap();
+    for flags in ["--reserve 100T --dry-run", "--reserve 100T"] {
+        let full = scene.evacuate(Side::A, flags).expect(1);
+        assert_eq!(full.lines()[0]["stays"][0]["vm"], "web", "{}", full.out);
+        scene.runs_on(Side::A, &vm);
+    }
+    let file = scene.scratch.join("order");
+    fs::write(&file, "# first\nweb\ngone\n").unwrap();
+    let flags = format!("--order-file {} --dry-run", file.display());
+    let listed = scene.evacuate(Side::A, &flags).expect(0);
+    let codes = all(&listed.lines(), "warning", "code").join(" ");
+    assert_eq!(codes, "unknown-vm clear");
+    scene.evacuate(Side::A, "--order busiest").expect(0);
+    scene.runs_on(Side::B, &vm);
+}
+
+/// A daemon that is killed and started again, and a link that is cut, while a VM copies. Whatever the
+/// command reports, the VM runs on one host, and another run finishes.
+#[test]
+fn i1_i2_a_killed_daemon_or_a_cut_link_loses_no_vm() {
+    if !soak() {
+        return;
+    }
+    let _turn = need::turn();
+    let Some(mut scene) = Scene::new() else {
+        return;
+    };
+    let vms = [vm("ci", 40), vm("web", 48)];
+    for vm in &vms {
+        scene.pair.create(Side::A, vm).unwrap();
+    }
+    for side in [Side::A, Side::B] {
+        let run = scene.begin(Side::A, SLOW);
+        copies(&run);
+        let daemon = match side {
+            Side::A => &mut scene.pair.a,
+            Side::B => &mut scene.pair.b,
+        };
+        daemon.kill_libvirtd().unwrap();
+        daemon.start_libvirtd().unwrap();
+        let (code, report) = run.ended();
+        println!("{side:?} {code} {report}");
+        let ci = named(&report, "ci");
+        assert_eq!(ci["result"], "stayed", "{report}");
+        scene.runs_on(Side::A, &vms[0]);
+        // The next VM was moved.
+        assert_eq!(
+            (code, &named(&report, "web")["result"]),
+            (1, &"moved".into()),
+            "{report}"
+        );
+        scene.runs_on(Side::B, &vms[1]);
+        let rest = scene.evacuate(Side::A, "").expect(0);
+        assert_eq!(rest.last()["moved"], 2, "{}", rest.out);
+        for vm in &vms {
+            scene.runs_on(Side::B, vm);
+        }
+        scene.evacuate(Side::B, "").expect(0);
+    }
+
+    let run = Running::start(scene.command(Side::A, &format!("--json {SLOW}"))).unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while !scene
+        .must(Side::A, "domjobinfo --rawstats ci")
+        .contains("memory_processed")
+    {
+        assert!(Instant::now() < deadline);
+    }
+    scene.pair.link.cut().unwrap();
+    // The destination does not answer, so the VM is in doubt, and nothing more starts.
+    let cut = done(run);
+    let (code, report) = (cut.code, cut.last());
+    println!("cut {code} {report}");
+    assert_eq!(code, 3, "{report}");
+    assert_eq!(named(&report, "web")["result"], "not-started", "{report}");
+    scene.pair.link.restore().unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        let rest = scene.evacuate(Side::A, "");
+        println!("{}", rest.out);
+        if rest.code == 0 {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{}", rest.out);
+    }
+    for vm in &vms {
+        scene.runs_on(Side::B, vm);
+    }
+}
