@@ -208,6 +208,68 @@ impl Daemon {
         Running::start(command)
     }
 
+    /// Kills libvirtd. The machines of the host run on.
+    ///
+    /// # Errors
+    /// It does not run, or cannot be killed.
+    pub fn kill_libvirtd(&self) -> Result<(), LibvirtError> {
+        let file = self.path("run/libvirtd.pid");
+        let pid = fs::read_to_string(&file).map_err(at(&file))?;
+        let mut kill = self.among();
+        kill.args(["sh", "-c", &format!("kill -KILL {}", pid.trim())]);
+        self.succeed(kill)?;
+        let socket = self.path("run/libvirt/libvirt-sock");
+        let deadline = Instant::now() + TIMEOUT;
+        while UnixStream::connect(&socket).is_ok() {
+            if Instant::now() > deadline {
+                return Err(LibvirtError::Host(self.name.clone(), self.journal()));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Starts libvirtd again. Returns when it accepts connections.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start_libvirtd(&mut self) -> Result<(), LibvirtError> {
+        let mut start = self.among();
+        start
+            .args(["chroot", &self.root.to_string_lossy(), "/usr/sbin/libvirtd"])
+            .args([
+                "--daemon",
+                "--listen",
+                "--config",
+                "/etc/libvirt/libvirtd.conf",
+            ]);
+        self.succeed(start)?;
+        self.wait_socket()
+    }
+
+    /// A command among the processes of this host; its words follow.
+    fn among(&self) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .args(["--target", &self.first.to_string()])
+            .args(["--mount", "--net", "--uts", "--ipc", "--pid", "--"])
+            .env("LC_ALL", "C");
+        command
+    }
+
+    fn succeed(&self, mut command: Command) -> Result<(), LibvirtError> {
+        let status = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .map_err(at("nsenter"))?;
+        if status.success() {
+            return Ok(());
+        }
+        Err(LibvirtError::Host(self.name.clone(), self.journal()))
+    }
+
     /// libvirtd's log, and what it printed.
     #[must_use]
     pub fn journal(&self) -> String {
