@@ -7,7 +7,7 @@ use dunlin::engine::source::ResolveError;
 use dunlin::engine::{MigrateError, fault_behind};
 use dunlin_handoff::HandoffError;
 use dunlin_ipsec::IpsecError;
-use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_tunnel::{DemandError, Failure, TunnelError};
 
 type Cause = dyn Error + 'static;
@@ -36,7 +36,7 @@ fn of_cause(cause: &Cause) -> Option<(FaultCode, AtFault)> {
         return Some((failure.code(), failure.at_fault()));
     }
     if let Some(IpsecError::EndedByPeer { fault, .. }) = cause.downcast_ref() {
-        return Some((*fault, fault.at_fault().seen_by_peer()));
+        return Some((*fault, seen_by_peer(fault.at_fault())));
     }
     let code = code_by(cause, IpsecError::code)
         .or_else(|| code_by(cause, HandoffError::code))

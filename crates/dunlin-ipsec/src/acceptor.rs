@@ -230,7 +230,7 @@ impl Site {
         let mut bytes = Vec::new();
         match &agreed {
             Ok((_, selection)) => selection.encode(&mut bytes)?,
-            Err(refusal) => refusal.encode(VERSIONS, &mut bytes)?,
+            Err(refusal) => Opening::Refuse(VERSIONS, refusal.clone()).encode(&mut bytes)?,
         }
         control.send(&bytes)?;
         let (session, _) = agreed.map_err(|refusal| {

@@ -25,18 +25,18 @@ pub enum AtFault {
     Network,
 }
 
-impl AtFault {
-    /// Returns this party from the point of view of the side that receives the fault. For example,
-    /// `Local` becomes `Peer`.
-    #[must_use]
-    pub fn seen_by_peer(self) -> Self {
-        match self {
-            Self::Peer => Self::Local,
-            Self::Local | Self::Kernel => Self::Peer,
-            Self::Configuration | Self::Guest | Self::Network => self,
-        }
+/// Returns the party from the point of view of the side that receives the fault. For example,
+/// `Local` becomes `Peer`.
+#[must_use]
+pub fn seen_by_peer(at_fault: AtFault) -> AtFault {
+    match at_fault {
+        AtFault::Peer => AtFault::Local,
+        AtFault::Local | AtFault::Kernel => AtFault::Peer,
+        AtFault::Configuration | AtFault::Guest | AtFault::Network => at_fault,
     }
+}
 
+impl AtFault {
     /// The party's name, for messages.
     pub fn name(self) -> &'static str {
         match self {
@@ -289,8 +289,8 @@ mod tests {
 
     #[test]
     fn the_peers_fault_is_local_from_the_peers_point_of_view() {
-        assert_eq!(AtFault::Peer.seen_by_peer(), AtFault::Local);
-        assert_eq!(AtFault::Local.seen_by_peer(), AtFault::Peer);
-        assert_eq!(AtFault::Guest.seen_by_peer(), AtFault::Guest);
+        assert_eq!(seen_by_peer(AtFault::Peer), AtFault::Local);
+        assert_eq!(seen_by_peer(AtFault::Local), AtFault::Peer);
+        assert_eq!(seen_by_peer(AtFault::Guest), AtFault::Guest);
     }
 }

@@ -207,12 +207,24 @@ pub struct Newest {
     pub torn: bool,
 }
 
+/// Encodes a record. `generation` counts the records of a file from 1.
+///
+/// # Errors
+/// A text exceeds its limit.
+pub fn encode(record: &Record, generation: u64) -> Result<[u8; RECORD_BYTES], EncodeError> {
+    record.encode(generation)
+}
+
+/// Reads one slot; returns the record and its generation.
+///
+/// # Errors
+/// [`SlotError`].
+pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Result<(Record, u64), SlotError> {
+    Record::decode(bytes)
+}
+
 impl Record {
-    /// Encodes the record. `generation` counts the records of a file from 1.
-    ///
-    /// # Errors
-    /// A text exceeds its limit.
-    pub fn encode(&self, generation: u64) -> Result<[u8; RECORD_BYTES], EncodeError> {
+    fn encode(&self, generation: u64) -> Result<[u8; RECORD_BYTES], EncodeError> {
         sealed(|writer| {
             writer.bytes(&MAGIC);
             writer.u16(VERSION);
@@ -236,11 +248,7 @@ impl Record {
         })
     }
 
-    /// Reads one slot; returns the record and its generation.
-    ///
-    /// # Errors
-    /// [`SlotError`].
-    pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Result<(Self, u64), SlotError> {
+    fn decode(bytes: &[u8; RECORD_BYTES]) -> Result<(Self, u64), SlotError> {
         if bytes.iter().all(|byte| *byte == 0) {
             return Err(SlotError::Empty);
         }

@@ -250,7 +250,7 @@ impl Refusal {
     /// # Errors
     /// The text exceeds its limit, or the version range is empty; `out` is then
     /// unchanged.
-    pub fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
+    fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Refuse, versions, |writer| {
             self.encode_fields(writer)
         })

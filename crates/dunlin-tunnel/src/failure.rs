@@ -4,7 +4,7 @@ use dunlin_proto::text::{harmless, with_causes};
 use std::error::Error;
 use std::fmt;
 
-use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::wire::DecodeError;
 
@@ -54,7 +54,7 @@ impl Failure {
     pub fn at_fault(&self) -> AtFault {
         let at_fault = self.code.at_fault();
         if self.of_peer {
-            at_fault.seen_by_peer()
+            seen_by_peer(at_fault)
         } else {
             at_fault
         }

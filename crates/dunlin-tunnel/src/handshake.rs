@@ -318,7 +318,8 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
 /// Sends the peer the reason why this side refuses its control lane.
 fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     let mut bytes = Vec::new();
-    if refusal.encode(TUNNEL_VERSIONS, &mut bytes).is_ok() {
+    let opening = Opening::Refuse(TUNNEL_VERSIONS, refusal.clone());
+    if opening.encode(&mut bytes).is_ok() {
         // The peer may have closed the connection.
         let _ = control.send(&bytes).and_then(|()| control.close());
     }

@@ -22,7 +22,7 @@ use dunlin::engine::vmm::{FaultCode, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
 use dunlin::lane::peers::Principal;
 use dunlin_proto::control::Verdict;
-use dunlin_proto::journal::SlotError;
+use dunlin_proto::journal::{SlotError, decode};
 use dunlin_test_support::engine::doubt::{
     Destination, FailingDisk, JournalDirectory, PeerlessDisk, Relay, TO_DESTINATION, TO_SOURCE,
     ask, principal_of, running, runs, send, send_with,
@@ -439,7 +439,7 @@ struct NotingDisk(Arc<Mutex<Vec<String>>>);
 impl Disk for NotingDisk {
     fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
         if let Ok(bytes) = bytes.try_into() {
-            let what = match Record::decode(bytes) {
+            let what = match decode(bytes) {
                 Ok((record, _)) => record.state.to_string(),
                 Err(SlotError::Foreign) => "peer block".into(),
                 Err(error) => panic!("{error}"),

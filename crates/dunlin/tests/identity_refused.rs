@@ -609,7 +609,7 @@ fn protocol_versions_that_have_nothing_in_common() {
             text: "the source speaks versions 1, the destination 2 to 3".into(),
         };
         let mut bytes = Vec::new();
-        refusal.encode(newer, &mut bytes).unwrap();
+        Opening::Refuse(newer, refusal).encode(&mut bytes).unwrap();
         lane.send(&bytes).unwrap();
         let _ = lane.receive(&mut [0; 512], soon());
         "(is newer)".to_owned()

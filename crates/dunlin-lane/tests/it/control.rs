@@ -14,7 +14,8 @@ use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_lane::record::Alert;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
-    Features, LaneSecurity, Offer, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId, VERSIONS,
+    Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId,
+    VERSIONS,
 };
 use dunlin_test_support::lane::*;
 use rustix::net::sockopt;
@@ -301,7 +302,7 @@ fn an_answer_other_than_an_offered_selection_opens_no_control_lane() {
             fault: FaultCode::PortsTaken,
             text: String::new(),
         };
-        refusal.encode(VERSIONS, bytes).unwrap();
+        Opening::Refuse(VERSIONS, refusal).encode(bytes).unwrap();
     };
     let error = by(&refusal);
     assert!(matches!(error, OpenError::Refused(_)), "{error:?}");

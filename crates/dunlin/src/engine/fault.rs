@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 
 use dunlin_lane::fault::fault_behind;
-use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::text::{harmless, with_causes};
 
@@ -65,7 +65,7 @@ impl Fault {
     pub(crate) fn from_peer(code: FaultCode, text: String) -> Self {
         Self {
             code,
-            at_fault: code.at_fault().seen_by_peer(),
+            at_fault: seen_by_peer(code.at_fault()),
             what: harmless(&text),
             source: None,
             from_peer: true,

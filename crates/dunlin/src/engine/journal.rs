@@ -44,8 +44,8 @@ pub use storage::Journal;
 
 #[cfg(feature = "unstable-internals")]
 pub use {
-    dunlin_proto::journal::Unreadable,
     dunlin_proto::journal::peer::RecordedPeer,
+    dunlin_proto::journal::{Unreadable, decode},
     entry::{Disk, StandardDisk},
     session::SessionJournal,
 };

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use dunlin::engine::destination::{self, DestinationEvent, Received};
-use dunlin::engine::journal::{Disk, Journal, Record, StandardDisk, State};
+use dunlin::engine::journal::{Disk, Journal, StandardDisk, State, decode};
 use dunlin::engine::source;
 use dunlin::engine::vmm::{FaultCode, RunState, SourceVm};
 use dunlin::engine::{Cancel, Event, MigrateError, Report};
@@ -67,7 +67,7 @@ impl Disk for FailingDisk {
         let fails = match self.0 {
             None => true,
             Some(state) => bytes.try_into().is_ok_and(|bytes| {
-                Record::decode(bytes).is_ok_and(|(record, _)| record.state == state)
+                decode(bytes).is_ok_and(|(record, _)| record.state == state)
             }),
         };
         if fails {

@@ -2,7 +2,7 @@
 
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{Refusal, VERSIONS};
+use dunlin_proto::negotiate::{Opening, Refusal, VERSIONS};
 
 use super::super::fault::Fault;
 use super::super::journal::names_of;
@@ -11,7 +11,8 @@ use super::super::journal::names_of;
 /// connection, so it fits the socket buffer and the send does not block.
 pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     let mut bytes = Vec::new();
-    if refusal.encode(VERSIONS, &mut bytes).is_ok() {
+    let opening = Opening::Refuse(VERSIONS, refusal.clone());
+    if opening.encode(&mut bytes).is_ok() {
         // A peer that has disconnected needs no refusal.
         let _ = stream.send(&bytes).and_then(|()| stream.close());
     }

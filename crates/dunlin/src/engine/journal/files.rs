@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::regular;
 use dunlin_proto::journal::peer::{PEER_BLOCK_AT, PEER_BLOCK_BYTES, Principal, RecordedPeer};
 use dunlin_proto::journal::{
-    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, Unreadable, newest,
+    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, Unreadable, encode, newest,
 };
 use dunlin_proto::negotiate::SessionId;
 
@@ -41,7 +41,7 @@ pub(super) struct HeldFile {
 
 impl HeldFile {
     pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
-        let bytes = record.encode(self.generation + 1)?;
+        let bytes = encode(record, self.generation + 1)?;
         self.put(&bytes, self.next_slot * SLOT_BYTES)?;
         // Use the next generation and slot only after the sync. Until then, the other slot has the
         // only record that is known to be on the disk.

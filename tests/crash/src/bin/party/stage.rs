@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dunlin::engine::journal::{Disk, Record};
+use dunlin::engine::journal::{Disk, decode};
 
 /// Reports the steps of this process, and receives the test's orders.
 #[derive(Clone)]
@@ -80,7 +80,7 @@ impl ShownDisk {
 
 impl Disk for ShownDisk {
     fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let record = bytes.try_into().ok().map(Record::decode);
+        let record = bytes.try_into().ok().map(decode);
         let state = match record {
             Some(Ok((record, _))) => record.state.to_string(),
             _ => return file.write_all_at(bytes, offset),
