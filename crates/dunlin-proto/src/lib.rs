@@ -8,7 +8,8 @@
 //! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, [`lanes`]
 //! tracks the lanes, [`received`] and [`marks`] track what has arrived and keep iterations apart,
 //! [`pace`] caps the rate, [`precopy`] decides when to pause the guest, and [`switchover`] decides,
-//! from the records in the [`journal`], which side runs the VM.
+//! from the records in the [`journal`], which side runs the VM. [`sessions`] gives the connections of
+//! one listener to its sessions.
 //!
 //! Other products: [`stripe`] spreads the tunnel's connections over lanes,
 //! [`client_hello`] reads the server name that a TLS client asks for
@@ -37,6 +38,7 @@ pub mod pace;
 pub mod precopy;
 pub mod received;
 pub mod schedule;
+pub mod sessions;
 pub mod stripe;
 pub mod switchover;
 pub mod text;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, DestinationEvent, Received};
+use dunlin::engine::destination::{self, DestinationEvent, Listener, Received};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
 use dunlin::engine::source;
 use dunlin::engine::vmm::{
@@ -66,6 +66,8 @@ impl GuestMemory for Scanned {
 pub struct TestVm {
     pub memory: Arc<Memory>,
     pub state: Mutex<RunState>,
+    /// The VM's UUID. All VMs have the same one, unless a test sets it.
+    pub uuid: Mutex<[u8; 16]>,
     /// The step that fails, if a test plants a fault.
     pub fail: Mutex<Option<&'static str>>,
     /// A replacement for the search for the pages to send, if a test plants a wrong search.
@@ -119,6 +121,7 @@ impl TestVm {
         Arc::new(Self {
             memory: Arc::new(memory),
             state: Mutex::new(RunState::Paused),
+            uuid: Mutex::new([7; 16]),
             fail: Mutex::default(),
             scan: Mutex::default(),
             hook: Mutex::default(),
@@ -238,7 +241,7 @@ impl SourceVm for TestVm {
     fn describe(&self) -> Result<VmDescription, VmmError> {
         self.call("describe")?;
         Ok(VmDescription {
-            uuid: [7; 16],
+            uuid: *self.uuid.lock().unwrap(),
             name: "test".into(),
             description: b"a test VM".to_vec(),
         })
@@ -470,6 +473,23 @@ impl Receiving {
         }
     }
 
+    fn shared(address: SocketAddr, mut listener: Listener, mut builder: TestBuilder) -> Self {
+        let events = Arc::<Mutex<Vec<DestinationEvent>>>::default();
+        let cancel = Cancel::new();
+        let (seen, cancelled) = (Arc::clone(&events), cancel.clone());
+        let thread = std::thread::spawn(move || {
+            let observe = |event: &DestinationEvent| seen.lock().unwrap().push(event.clone());
+            let result = listener.receive(&mut builder, &observe, &cancelled);
+            (result, builder)
+        });
+        Self {
+            address,
+            cancel,
+            events,
+            thread,
+        }
+    }
+
     /// Waits until the destination has ended. With `cancel`, cancels the destination first, because
     /// a destination without a session does not end on its own.
     pub fn finish(
@@ -503,6 +523,33 @@ impl Receiving {
         self.await_event(
             |event| matches!(event, DestinationEvent::Rejected { reason } if reason.contains(text)),
         );
+    }
+}
+
+/// A listener for several sessions, each on its own thread.
+pub struct Sessions {
+    pub address: SocketAddr,
+    pub each: Vec<Receiving>,
+}
+
+impl Sessions {
+    /// Starts one session for each builder. Offers take the sessions in this order.
+    pub fn start(
+        server: &ServerTls,
+        options: &destination::Options,
+        builders: impl IntoIterator<Item = TestBuilder>,
+    ) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let incoming = Incoming::builder(listener, server).options(options.clone());
+        let shared = incoming.share().unwrap();
+        let builders: Vec<_> = builders.into_iter().collect();
+        let mut listeners: Vec<_> = (1..builders.len()).map(|_| shared.clone()).collect();
+        listeners.insert(0, shared);
+        let each = listeners.into_iter().zip(builders);
+        let each = each.map(|(listener, builder)| Receiving::shared(address, listener, builder));
+        let each = each.collect();
+        Self { address, each }
     }
 }
 

@@ -41,6 +41,18 @@ impl Peer {
         security: LaneSecurity,
         session: [u8; 16],
     ) -> (Self, Opening) {
+        let peer = Self::offering(to, tls, security, session);
+        let answer = read_opening(&peer.stream);
+        (peer, answer)
+    }
+
+    /// A source that has sent its offer.
+    pub fn offering(
+        to: SocketAddr,
+        tls: &ClientTls,
+        security: LaneSecurity,
+        session: [u8; 16],
+    ) -> Self {
         let stream = control::client(TcpStream::connect(to).unwrap(), tls, soon()).unwrap();
         let offer = Offer {
             versions: VERSIONS,
@@ -54,19 +66,31 @@ impl Peer {
         let mut bytes = Vec::new();
         offer.encode(&mut bytes).unwrap();
         stream.send(&bytes).unwrap();
-        let answer = read_opening(&stream);
-        (Self::new(stream, session), answer)
+        Self::new(stream, session)
     }
 
     /// A source that has received the destination's *accept*.
     pub fn accepted(to: SocketAddr, tls: &ClientTls) -> (Self, Accept) {
-        let (mut peer, answer) = Self::source(to, tls, LaneSecurity::Tls);
-        assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
-        peer.send(&describe());
-        match peer.receive() {
+        let (peer, answer) = Self::describing(to, tls, SESSION, [1; 16]);
+        match answer {
             Some(Message::Accept(accept)) => (peer, accept),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// A source of the session `session` that has described a VM with the UUID `vm`, and the
+    /// destination's answer.
+    pub fn describing(
+        to: SocketAddr,
+        tls: &ClientTls,
+        session: [u8; 16],
+        vm: [u8; 16],
+    ) -> (Self, Option<Message>) {
+        let (mut peer, answer) = Self::source_of(to, tls, LaneSecurity::Tls, session);
+        assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
+        peer.send(&describe_as(vm));
+        let answer = peer.receive();
+        (peer, answer)
     }
 
     /// A destination that has received the offer and selected `security`, or the security in the
@@ -158,8 +182,13 @@ pub fn read_opening(stream: &ControlStream) -> Opening {
 
 /// A *describe* of a VM of 4 MiB in one region.
 pub fn describe() -> Message {
+    describe_as([1; 16])
+}
+
+/// Like [`describe`], of a VM with this UUID.
+pub fn describe_as(vm_uuid: [u8; 16]) -> Message {
     Message::Describe(Describe {
-        vm_uuid: [1; 16],
+        vm_uuid,
         vm_name: "hostile".into(),
         page_bytes: 4096,
         paused: true,

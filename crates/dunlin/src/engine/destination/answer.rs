@@ -51,8 +51,24 @@ pub(super) struct Held {
     /// The only peer that may ask.
     peer: RecordedPeer,
     outcome: Outcome,
-    /// Woken after the source has released the VM, because then nothing is left to answer.
-    done: Arc<Waker>,
+    /// `None` after the source has released the VM, because then nothing is left to answer.
+    accepting: Option<Arc<Accepting>>,
+}
+
+/// Keeps a thread that accepts connections running: dropping the last clone stops it.
+pub(super) struct Accepting(pub(super) Waker);
+
+impl Accepting {
+    /// Stops the thread now.
+    pub(super) fn stop(&self) {
+        self.0.wake();
+    }
+}
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        self.stop();
+    }
 }
 
 /// The outcome of a session that is not in progress.
@@ -68,17 +84,26 @@ struct Outcome {
 pub(super) struct Answers {
     host: Arc<dyn Host>,
     journal: Journal,
-    held: Option<Arc<Mutex<Held>>>,
+    /// The VMs that this process has received.
+    held: Vec<Arc<Mutex<Held>>>,
     in_progress: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
 }
 
-/// Whether a control lane can only concern an earlier session: the first control lane of a session
-/// has epoch 1.
-pub(super) fn is_inquiry(offer: &Offer) -> bool {
-    offer.epoch > 1
-}
-
 impl Held {
+    /// The VM of the session with this record. It keeps `accepting` running until the source has
+    /// released the VM.
+    fn new(record: SessionJournal, accepting: Arc<Accepting>) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Self {
+            session: record.record().session,
+            peer: record.peer().clone(),
+            outcome: Outcome {
+                state: Destination::Running,
+                journal: Some(record),
+            },
+            accepting: Some(accepting),
+        }))
+    }
+
     /// Whether `peer` is the session's peer.
     fn is_with(&self, peer: &PeerIdentity) -> bool {
         matches!(&self.peer, RecordedPeer::Known(principal) if peer.is(principal))
@@ -86,27 +111,33 @@ impl Held {
 }
 
 impl Answers {
-    /// `held` is the VM that this process has received.
-    pub(super) fn new(
-        host: &Arc<dyn Host>,
-        journal: &Journal,
-        held: Option<Arc<Mutex<Held>>>,
-    ) -> Self {
+    pub(super) fn new(host: &Arc<dyn Host>, journal: &Journal) -> Self {
         Self {
             host: Arc::clone(host),
             journal: journal.clone(),
-            held,
+            held: Vec::new(),
             in_progress: VecDeque::new(),
         }
     }
 
+    /// From now on, answers inquiries about the VM of the session with this record, on the thread
+    /// that `accepting` keeps running.
+    pub(super) fn hold(
+        &mut self,
+        record: SessionJournal,
+        accepting: Arc<Accepting>,
+    ) -> Arc<Mutex<Held>> {
+        self.held.retain(|held| lock(held).accepting.is_some());
+        let held = Held::new(record, accepting);
+        self.held.push(Arc::clone(&held));
+        held
+    }
+
     /// Answers on a control lane of a session that is not in progress here.
     pub(super) fn begin(&mut self, stream: ControlStream, offer: &Offer) -> Result<(), Refusal> {
-        let held = self
-            .held
-            .as_ref()
-            .filter(|held| lock(held).session == offer.session)
-            .cloned();
+        let is_about = |held: &Held| held.session == offer.session && held.accepting.is_some();
+        let mut held = self.held.iter();
+        let held = held.find(|held| is_about(&lock(held))).cloned();
         let mut bytes = Vec::new();
         let agreed = match &held {
             Some(held) if !lock(held).is_with(stream.peer()) => Err(Refusal {
@@ -162,7 +193,7 @@ impl Answers {
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(offer),
-            } if is_inquiry(&offer) => {
+            } if offer.is_inquiry() => {
                 // If `begin` fails, it has already sent a refusal.
                 let _ = self.begin(stream, &offer);
             }
@@ -182,6 +213,16 @@ impl Answers {
     /// Ends all answers.
     pub(super) fn end(&mut self) {
         self.in_progress.drain(..).for_each(end);
+        self.held.drain(..).for_each(leak);
+    }
+}
+
+/// Leaks the record of a VM that is here: the lock of the record shows that the VM's process lives,
+/// and `moved_on` may still write the record.
+fn leak(held: Arc<Mutex<Held>>) {
+    let is_recorded = lock(&held).outcome.journal.is_some();
+    if is_recorded {
+        std::mem::forget(held);
     }
 }
 
@@ -208,7 +249,7 @@ fn answer_on(
                 (Some(held), Message::Release) => {
                     let mut held = lock(held);
                     on(&mut held.outcome, On::Release);
-                    held.done.wake();
+                    held.accepting = None;
                     Ok(())
                 }
                 (None, Message::Inquire { attempt }) => {
@@ -324,14 +365,14 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
 }
 
 /// Answers inquiries about a VM that has arrived here and that the source has not
-/// released yet, on its own thread.
+/// released yet, on its own thread or on that of a [`Listener`](super::Listener).
 ///
 /// It ends when the source releases the VM. If this value is dropped, the thread keeps
 /// answering for the lifetime of the process, which must answer as long as it has the VM.
 pub struct Answering {
-    stop: Arc<Waker>,
-    thread: JoinHandle<()>,
     held: Arc<Mutex<Held>>,
+    /// The thread that accepts for this VM alone; `None` if it accepts for other sessions too.
+    thread: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Answering {
@@ -347,42 +388,34 @@ impl Answering {
         listener: Arc<TcpListener>,
         tls: ServerTls,
         host: &Arc<dyn Host>,
-        journal: Journal,
+        journal: &Journal,
         record: SessionJournal,
     ) -> io::Result<Self> {
         let (stop, stopped) = waker()?;
-        let stop = Arc::new(stop);
-        let held = Arc::new(Mutex::new(Held {
-            session: record.record().session,
-            peer: record.peer().clone(),
-            outcome: Outcome {
-                state: Destination::Running,
-                journal: Some(record),
-            },
-            done: Arc::clone(&stop),
-        }));
-        let same = Arc::clone(&held);
-        let mut answers = Answers::new(host, &journal, Some(Arc::clone(&held)));
+        let mut answers = Answers::new(host, journal);
+        let held = answers.hold(record, Arc::new(Accepting(stop)));
         let body = move || {
             let text = "the destination's process has already received a VM";
             // If the listener fails, inquiries stay unanswered and the source stays in
             // doubt.
             let _ = answers.serve(&listener, &tls, &stopped, text);
-            // Leak the record: its lock shows that the VM's process lives, and `moved_on` may still
-            // write it.
-            let is_recorded = lock(&same).outcome.journal.is_some();
-            if is_recorded {
-                std::mem::forget(same);
-            }
         };
-        let thread = host.spawn("dunlin-inquiries".into(), Box::new(body))?;
-        Ok(Self { stop, thread, held })
+        let thread = Some(host.spawn("dunlin-inquiries".into(), Box::new(body))?);
+        Ok(Self { held, thread })
+    }
+
+    /// Answers inquiries about `held` on a thread that accepts for other sessions too.
+    pub(super) fn shared(held: Arc<Mutex<Held>>) -> Self {
+        Self { held, thread: None }
     }
 
     /// Whether the source has released the VM, or the listener has failed.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.thread.is_finished()
+        match &self.thread {
+            Some(thread) => thread.is_finished(),
+            None => lock(&self.held).accepting.is_none(),
+        }
     }
 
     /// Stops answering, and leaves a record from which a later listener on this host answers that
@@ -402,9 +435,14 @@ impl Answering {
 
     /// Stops answering. A source that has not released the VM stays in doubt.
     pub fn stop(self) {
-        self.stop.wake();
-        // Ignore a panic of the answering thread, because that thread must end in any case.
-        let _ = self.thread.join();
+        // Take it out of the lock first, because the thread that it stops may need the lock.
+        let accepting = lock(&self.held).accepting.take();
+        drop(accepting);
+        if let Some(thread) = self.thread {
+            // Ignore a panic of the answering thread, because that thread must end in any case.
+            let _ = thread.join();
+        }
+        leak(self.held);
     }
 }
 
@@ -419,8 +457,8 @@ pub(super) fn answer(
     const FAILED: &str = "cannot answer inquiries";
     let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
     let _listening = cancel.listen(move || wake.wake());
-    let text = "the destination is not receiving a VM";
-    Answers::new(host, journal, None)
+    let text = "this host is not receiving a VM";
+    Answers::new(host, journal)
         .serve(listener, tls, &stopped, text)
         .or_fault(FaultCode::Kernel, FAILED)
 }

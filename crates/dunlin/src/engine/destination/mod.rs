@@ -1,7 +1,8 @@
 //! The destination of a migration: receives one VM.
 //!
 //! [`Incoming::run`] runs on the caller's thread until a VM has arrived or a session has failed.
-//! The next VM needs another [`Incoming`]. Each phase is a type that owns its data and that the
+//! The next VM needs another [`Incoming`]. [`Listener::receive`] does the same for one of several
+//! sessions, on a listener that they share. Each phase is a type that owns its data and that the
 //! next phase consumes:
 //!
 //! ```text
@@ -21,6 +22,7 @@ mod event;
 mod intake;
 mod lane;
 mod lanes;
+mod listener;
 mod options;
 mod phase;
 mod prepared;
@@ -28,6 +30,7 @@ mod received;
 mod receiving;
 mod refusal;
 mod resume;
+mod router;
 mod session;
 mod settled;
 mod waiting;
@@ -38,18 +41,13 @@ use std::sync::Arc;
 use dunlin_lane::policy::ServerTls;
 pub use dunlin_proto::control::Verdict;
 use dunlin_proto::observe::Observer;
-use tracing::field::Empty;
-use tracing::info_span;
 
 pub use answer::Answering;
+pub use listener::Listener;
 pub use options::{Options, OptionsBuilder};
 pub use received::{DestinationEvent, Received};
 
-use self::event::SessionEvent;
-use self::prepared::{Prepared, Running};
-use self::receiving::Receiving;
 use self::session::Session;
-use self::waiting::Describing;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
@@ -58,7 +56,8 @@ use super::vmm::Builder;
 /// An incoming migration: accepts on a listener and receives one VM.
 ///
 /// A host that keeps receiving VMs runs one `Incoming` after another, each with a clone of the
-/// listener. The next one can run whether the last one has received a VM or failed.
+/// listener. The next one can run whether the last one has received a VM or failed. To receive
+/// several VMs at once on one listener, use [`Incoming::share`].
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
@@ -122,14 +121,7 @@ impl<'a> Incoming<'a> {
     /// here, and any part of it that was built has been discarded
     /// ([`DestinationVm::discard`](super::vmm::DestinationVm::discard)).
     pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
-        let _session = info_span!(
-            "session",
-            role = "destination",
-            session = Empty,
-            vm = Empty,
-            peer = Empty
-        )
-        .entered();
+        let _session = listener::span().entered();
         let session = Session::start(
             self.listener,
             self.tls,
@@ -138,18 +130,17 @@ impl<'a> Incoming<'a> {
             self.observer,
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-        let sender = session.sender.clone();
-        let listening = self.cancel.listen(move || {
-            // Sending fails only after the session has ended.
-            let _ = sender.send(SessionEvent::Cancelled);
-        });
-        let settled = Describing::await_source(session)
-            .and_then(|describing| describing.build(builder))
-            .and_then(Receiving::await_everything)
-            .and_then(Prepared::decide)
-            .map_or_else(|settled| settled, Running::await_release);
-        drop(listening);
-        settled.into_result()
+        listener::receive(session, builder, &self.cancel)
+    }
+
+    /// Accepts for several sessions on this one listener, with these options and this host. Each
+    /// [`Listener::receive`] has its own observer and cancellation; those set here are not used.
+    ///
+    /// # Errors
+    /// No thread or descriptor was available.
+    pub fn share(self) -> Result<Listener, MigrateError> {
+        Listener::start(self.listener, self.tls, self.options, self.host)
+            .map_err(|fault| fault.into_error(VmIs::AtSource))
     }
 
     /// Receives no VM. Until it is cancelled, answers sources that ask for the outcome of an

@@ -147,11 +147,14 @@ pub(super) fn next_event<'a>(
             }
             other => {
                 if let Some(other) = arriving.session.answer_inquiry(other) {
-                    arriving.give_way(&other)?;
+                    if let Arrival::Control { stream, .. } = &other {
+                        arriving.give_way(stream.peer())?;
+                    }
                     return Ok(Some(SessionEvent::Arrived(Box::new(other))));
                 }
             }
         },
+        SessionEvent::OfferedAgain(peer) => arriving.give_way(&peer)?,
         SessionEvent::Cancelled if arriving.attempt.state.may_cancel() => {
             return Err(Fault::cancelled());
         }

@@ -1,5 +1,6 @@
 //! Refuses offers and connections.
 
+use dunlin_lane::accept::Arrival;
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Opening, Refusal, VERSIONS};
@@ -15,6 +16,22 @@ pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     if opening.encode(&mut bytes).is_ok() {
         // A peer that has disconnected needs no refusal.
         let _ = stream.send(&bytes).and_then(|()| stream.close());
+    }
+}
+
+/// Closes an arriving connection that is not accepted, and refuses an offer on it as busy. Returns
+/// the text for the log, with the reason `why`.
+pub(super) fn turn_away(arrival: Arrival, why: &str) -> String {
+    match arrival {
+        Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
+        Arrival::Control { stream, .. } => {
+            let reason = format!("control lane from {}: {why}", peer_of(&stream));
+            let (fault, text) = (FaultCode::Busy, "another VM is being received".into());
+            refuse(&stream, &Refusal { fault, text });
+            reason
+        }
+        Arrival::Lane { .. } => format!("data lane: {why}"),
+        Arrival::Starved(error) => starved(error).for_peer(),
     }
 }
 

@@ -5,8 +5,8 @@
 
 use std::mem;
 
-use dunlin_lane::accept::Arrival;
 use dunlin_lane::control::ControlStream;
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_proto::control::{ChunkSet, Message, Reached};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_ACK_SETS, MAX_LANES};
@@ -20,14 +20,11 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// Ends this session if the source starts a new session while this side waits for the old
-    /// control lane. The source has then given up this session. Its next attempt can succeed,
+    /// Ends this session if its source, `peer`, starts a new session while this side waits for the
+    /// old control lane. The source has then given up this session. Its next attempt can succeed,
     /// because this session no longer blocks it.
-    pub(super) fn give_way(&mut self, arrival: &Arrival) -> Result<(), Fault> {
-        let Arrival::Control { stream, .. } = arrival else {
-            return Ok(());
-        };
-        if !self.is_with(stream.peer()) {
+    pub(super) fn give_way(&mut self, peer: &PeerIdentity) -> Result<(), Fault> {
+        if !self.is_with(peer) {
             return Ok(());
         }
         match mem::replace(&mut self.link, Link::Up) {

@@ -2,21 +2,21 @@
 //! [`Incoming::run`](super::Incoming::run).
 
 use std::collections::VecDeque;
+use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dunlin_lane::accept::{Arrival, accept};
 use dunlin_lane::control::ControlStream;
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::ServerTls;
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::limits::MAX_LANES;
-use dunlin_proto::negotiate::{Opening, Refusal};
+use dunlin_proto::negotiate::{Opening, SessionId};
 use dunlin_proto::observe::Observer;
 use tracing::{Span, info_span};
 
@@ -24,17 +24,36 @@ use super::super::control::FromPeer;
 use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
+use super::super::journal::SessionJournal;
 use super::super::threads::{CpuTime, spawn};
-use super::answer::{Answers, is_inquiry};
-use super::event::SessionEvent;
+use super::answer::{Accepting, Answering, Answers};
+use super::event::{Inbox, SessionEvent};
 use super::options::Options;
 use super::received::DestinationEvent;
-use super::refusal::{peer_of, refuse, starved};
+use super::refusal::{peer_of, turn_away};
+use super::router::Router;
 
-/// Maximum number of connections that wait while the session's thread is busy, for example in the
-/// VMM. Further connections are dropped. Plain lanes are not authenticated at this point, so any
-/// host can open them (invariant I7).
-const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
+/// Where a session's connections come from.
+enum Accepts {
+    /// From a thread of the session.
+    Own {
+        listener: Arc<TcpListener>,
+        stop: Waker,
+        thread: JoinHandle<()>,
+        tls: ServerTls,
+        answers: Answers,
+    },
+    /// From a listener that serves other sessions too.
+    Shared(RouterSlot),
+}
+
+/// A slot of a listener that serves several sessions.
+#[derive(Clone)]
+pub(super) struct RouterSlot {
+    pub(super) router: Arc<Router>,
+    pub(super) accepting: Arc<Accepting>,
+    pub(super) slot: u64,
+}
 
 /// State common to all phases, which own it in turn: *Waiting → Describing → Receiving
 /// → Prepared → Running*.
@@ -42,15 +61,10 @@ pub(super) struct Session<'a> {
     pub(super) options: &'a Options,
     pub(super) host: &'a Arc<dyn Host>,
     pub(super) observer: &'a dyn Observer<DestinationEvent>,
-    pub(super) tls: ServerTls,
-    pub(super) listener: Arc<TcpListener>,
     events: Receiver<SessionEvent>,
     pub(super) sender: Sender<SessionEvent>,
-    acceptor: Waker,
-    acceptor_thread: JoinHandle<()>,
-    /// The number of connections that wait for the session's thread.
-    arrivals: Arc<AtomicUsize>,
-    answers: Answers,
+    accepts: Accepts,
+    inbox: Inbox,
     /// Events that stay in the queue after [`Session::set_aside`] has removed older messages.
     deferred: VecDeque<SessionEvent>,
     /// CPU time of the session's threads.
@@ -70,58 +84,91 @@ impl<'a> Session<'a> {
         host: &'a Arc<dyn Host>,
         observer: &'a dyn Observer<DestinationEvent>,
     ) -> Result<Self, Fault> {
-        let cpu_before = thread_cpu_time();
         let tls = tls.of_session();
         let (sender, events) = channel();
-        let arrivals = Arc::<AtomicUsize>::default();
+        let inbox = Inbox::new(sender.clone());
         let listener = Arc::new(listener);
-        let (acceptor, stop) =
-            waker().or_fault(FaultCode::Kernel, "cannot create a socket pair")?;
-        let acceptor_thread = {
-            let (tls, sender) = (tls.clone(), sender.clone());
-            let arrivals = Arc::clone(&arrivals);
+        let (stop, stopped) = waker().or_fault(FaultCode::Kernel, "cannot create a socket pair")?;
+        let thread = {
+            let (tls, inbox) = (tls.clone(), inbox.clone());
             let listener = Arc::clone(&listener);
             let sealed = options.ipsec.clone();
             let body = move || {
-                let ended = accept(&listener, &tls, &stop, |arrival| {
+                let ended = accept(&listener, &tls, &stopped, |arrival| {
                     // `take` removes the connections of keying sessions, which use the same
                     // listener.
-                    let Some(arrival) = (match &sealed {
+                    let arrival = match &sealed {
                         Some(lanes) => lanes.take(arrival),
                         None => Some(arrival),
-                    }) else {
-                        return;
                     };
-                    if arrivals.fetch_add(1, Ordering::SeqCst) >= ARRIVALS_LIMIT {
-                        arrivals.fetch_sub(1, Ordering::SeqCst);
-                        return;
+                    if let Some(arrival) = arrival {
+                        inbox.push(SessionEvent::Arrived(Box::new(arrival)));
                     }
-                    // Sending fails only after the session has ended.
-                    let _ = sender.send(SessionEvent::Arrived(Box::new(arrival)));
                 });
                 if let Err(error) = ended {
-                    let _ = sender.send(SessionEvent::AcceptorEnded(error));
+                    inbox.fail(error);
                 }
             };
             spawn(&**host, "dunlin-accept", body)?
         };
-        Ok(Self {
+        let accepts = Accepts::Own {
+            listener,
+            stop,
+            thread,
+            tls,
+            answers: Answers::new(host, &options.journal),
+        };
+        Ok(Self::new(
             options,
             host,
             observer,
-            tls,
-            listener,
+            (sender, events),
+            inbox,
+            accepts,
+        ))
+    }
+
+    /// Starts waiting in a slot of a listener that serves several sessions.
+    pub(super) fn wait(
+        of: RouterSlot,
+        options: &'a Options,
+        host: &'a Arc<dyn Host>,
+        observer: &'a dyn Observer<DestinationEvent>,
+    ) -> Result<Self, Fault> {
+        let (sender, events) = channel();
+        let inbox = of.router.wait(of.slot, sender.clone())?;
+        let accepts = Accepts::Shared(of);
+        Ok(Self::new(
+            options,
+            host,
+            observer,
+            (sender, events),
+            inbox,
+            accepts,
+        ))
+    }
+
+    fn new(
+        options: &'a Options,
+        host: &'a Arc<dyn Host>,
+        observer: &'a dyn Observer<DestinationEvent>,
+        (sender, events): (Sender<SessionEvent>, Receiver<SessionEvent>),
+        inbox: Inbox,
+        accepts: Accepts,
+    ) -> Self {
+        Self {
+            options,
+            host,
+            observer,
             events,
             sender,
-            acceptor,
-            acceptor_thread,
-            arrivals,
-            answers: Answers::new(host, &options.journal, None),
+            accepts,
+            inbox,
             deferred: VecDeque::new(),
             cpu: CpuTime::default(),
-            cpu_before,
+            cpu_before: thread_cpu_time(),
             span: Span::current(),
-        })
+        }
     }
 
     /// The next event, or `None` at `until`. Replaces messages of earlier control lanes by
@@ -147,9 +194,14 @@ impl<'a> Session<'a> {
                 control.took(&from_peer);
                 Ok(Some(SessionEvent::Control(epoch, from_peer)))
             }
-            Ok(SessionEvent::Arrived(arrival)) => {
-                self.arrivals.fetch_sub(1, Ordering::SeqCst);
-                Ok(Some(SessionEvent::Arrived(arrival)))
+            Ok(event @ (SessionEvent::Arrived(_) | SessionEvent::OfferedAgain(_))) => {
+                self.inbox.took();
+                Ok(Some(event))
+            }
+            Ok(SessionEvent::Notice(event)) => {
+                self.inbox.took();
+                self.notify(event);
+                Ok(Some(SessionEvent::Tended))
             }
             Ok(SessionEvent::AcceptorEnded(error)) => {
                 Err(Fault::new(FaultCode::Kernel, "the listener failed").because(error))
@@ -168,15 +220,55 @@ impl<'a> Session<'a> {
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(offer),
-            } if is_inquiry(&offer) => (stream, offer),
+            } if offer.is_inquiry() => (stream, offer),
             other => return Some(other),
         };
+        if let Accepts::Shared(of) = &self.accepts {
+            of.router.answer(stream, &offer);
+            return None;
+        }
         let peer = peer_of(&stream);
         self.notify(DestinationEvent::Inquired { peer: peer.clone() });
-        if let Err(refusal) = self.answers.begin(stream, &offer) {
+        if let Accepts::Own { answers, .. } = &mut self.accepts
+            && let Err(refusal) = answers.begin(stream, &offer)
+        {
             self.reject(format!("inquiry from {peer}: {refusal}"));
         }
         None
+    }
+
+    /// Notes that the session with this id begins. Returns false if it has begun already, as
+    /// another session of the same listener.
+    pub(super) fn begin(&self, session: SessionId) -> bool {
+        match &self.accepts {
+            Accepts::Own { .. } => true,
+            Accepts::Shared(of) => of.router.begin(of.slot, session),
+        }
+    }
+
+    /// Notes that the offer was refused, so that the session waits for another one.
+    pub(super) fn wait_again(&self) {
+        if let Accepts::Shared(of) = &self.accepts {
+            of.router.free(of.slot);
+        }
+    }
+
+    /// Notes that the session is about the VM with this UUID. Returns false if another session of
+    /// the same listener is about it. `peer` is the source.
+    pub(super) fn describe(&self, vm: [u8; 16], peer: &PeerIdentity) -> bool {
+        match &self.accepts {
+            Accepts::Own { .. } => true,
+            Accepts::Shared(of) => of.router.describe(of.slot, vm, peer),
+        }
+    }
+
+    /// Uses the settings of the handshake of `stream` for the session's later lanes. A shared
+    /// listener uses its newest settings for every handshake, because it cannot tell to which
+    /// session a connection belongs.
+    pub(super) fn keep_settings(&self, stream: &ControlStream) {
+        if let Accepts::Own { tls, .. } = &self.accepts {
+            tls.keep(stream);
+        }
     }
 
     /// Removes from the event queue the messages of control lanes with an epoch below
@@ -195,22 +287,7 @@ impl<'a> Session<'a> {
 
     /// Closes an arriving connection that is not accepted now. `why` is for the log.
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
-        self.reject(match arrival {
-            Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
-            Arrival::Control { stream, .. } => {
-                let reason = format!("control lane from {}: {why}", peer_of(&stream));
-                refuse(
-                    &stream,
-                    &Refusal {
-                        fault: FaultCode::Busy,
-                        text: "another VM is being received".into(),
-                    },
-                );
-                reason
-            }
-            Arrival::Lane { .. } => format!("data lane: {why}"),
-            Arrival::Starved(error) => starved(error).for_peer(),
-        });
+        self.reject(turn_away(arrival, why));
     }
 
     pub(super) fn reject(&self, reason: String) {
@@ -226,15 +303,16 @@ impl<'a> Session<'a> {
     }
 
     /// Stops accepting, and ends the control lane and every thread: `lanes`, the reader and the
-    /// acceptor. Returns the CPU time of the session.
+    /// acceptor. Returns the CPU time of the session. If the VM has arrived and its source may still
+    /// ask about it, `record` is the session's record, and inquiries are answered from now on.
     pub(super) fn close(
         mut self,
         control: Option<ControlLink>,
         lanes: impl Iterator<Item = JoinHandle<()>>,
-    ) -> Duration {
+        record: Option<SessionJournal>,
+    ) -> (Duration, Option<io::Result<Answering>>) {
         let _close = info_span!("close").entered();
-        self.acceptor.wake();
-        self.answers.end();
+        let (record, held) = self.stop_accepting(record);
         let read = control.map(|control| {
             // Best effort: the peer may have died. A peer that is alive closes the lane next.
             let _ = control.lane.stream.close();
@@ -247,14 +325,53 @@ impl<'a> Session<'a> {
             }
             control.end()
         });
-        let threads = lanes.chain([self.acceptor_thread]);
+        let (thread, listening) = match self.accepts {
+            Accepts::Own {
+                listener,
+                thread,
+                tls,
+                ..
+            } => (Some(thread), Some((listener, tls))),
+            Accepts::Shared(_) => (None, None),
+        };
+        let threads = lanes.chain(thread);
         for joined in threads.map(JoinHandle::join).chain(read) {
             if joined.is_err() {
                 let text = "a thread of the session panicked".into();
                 self.observer.event(&DestinationEvent::Warning(text));
             }
         }
-        used(&self.cpu, self.cpu_before)
+        let answering = match (record, listening) {
+            (Some(record), Some((listener, tls))) => {
+                let journal = &self.options.journal;
+                Some(Answering::start(listener, tls, self.host, journal, record))
+            }
+            _ => held.map(Ok),
+        };
+        (used(&self.cpu, self.cpu_before), answering)
+    }
+
+    /// Stops accepting. A shared listener answers inquiries from `record` without a gap; otherwise
+    /// returns `record` again.
+    fn stop_accepting(
+        &mut self,
+        record: Option<SessionJournal>,
+    ) -> (Option<SessionJournal>, Option<Answering>) {
+        match (&mut self.accepts, record) {
+            (Accepts::Own { stop, answers, .. }, record) => {
+                stop.wake();
+                answers.end();
+                (record, None)
+            }
+            (Accepts::Shared(of), Some(record)) => {
+                let accepting = Arc::clone(&of.accepting);
+                (None, Some(of.router.hold(of.slot, record, accepting)))
+            }
+            (Accepts::Shared(of), None) => {
+                of.router.end(of.slot);
+                (None, None)
+            }
+        }
     }
 
     /// A control lane on `stream`, with a thread that reads it.

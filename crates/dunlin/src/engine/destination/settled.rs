@@ -1,14 +1,11 @@
 //! The end of a session at the destination.
 
-use std::sync::Arc;
-
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::Destination;
 
 use super::super::error::MigrateError;
 use super::super::fault::{Fault, VmIs};
 use super::super::journal::SessionJournal;
-use super::answer::Answering;
 use super::arriving::{Arriving, Reached};
 use super::received::{DestinationEvent, Received};
 
@@ -33,7 +30,7 @@ impl Settled {
             ..
         } = arriving;
         let (runs, is_never_asked_about) = (attempt.runs(), attempt.is_never_asked_about());
-        let (host, observer) = (session.host, session.observer);
+        let observer = session.observer;
         let warn = |text| observer.event(&DestinationEvent::Warning(text));
         let forget = |journal: SessionJournal| {
             if let Err(error) = journal.forget() {
@@ -49,13 +46,16 @@ impl Settled {
             _ => Some(attempt.journal),
         };
         lanes.barrier.stop();
-        let (listener, tls) = (Arc::clone(&session.listener), session.tls.clone());
-        let journals = session.options.journal.clone();
-        let cpu = session.close(Some(control), lanes.threads.into_values());
+        let (record, journal) = match attempt.state {
+            Destination::Running => (journal, None),
+            _ => (None, journal),
+        };
+        let threads = lanes.threads.into_values();
+        let (cpu, answering) = session.close(Some(control), threads, record);
         let vm = match attempt.state {
             Destination::Running | Destination::Released => {
-                let answering = journal.and_then(|journal| {
-                    Answering::start(listener, tls, host, journals, journal)
+                let answering = answering.and_then(|answering| {
+                    answering
                         .inspect_err(|error| {
                             warn(format!("cannot answer inquiries about the VM: {error}"));
                         })

@@ -52,7 +52,7 @@ impl<'a> Describing<'a> {
                 secret,
             }),
             Err(fault) => {
-                session.close(None, std::iter::empty());
+                session.close(None, std::iter::empty(), None);
                 Err(Settled::Failed(fault, VmIs::AtSource))
             }
         }
@@ -78,6 +78,15 @@ impl<'a> Describing<'a> {
             regions,
         } = self.await_description()?;
         self.session.span.record("vm", &vm_name);
+        if !self
+            .session
+            .describe(vm_uuid, self.control.lane.stream.peer())
+        {
+            return Err(Fault::new(
+                FaultCode::Busy,
+                "this VM arrives in another session already",
+            ));
+        }
         if u64::from(page_bytes) != PAGE_BYTES {
             return Err(Fault::new(
                 FaultCode::DescriptionRefused,
@@ -195,7 +204,8 @@ impl<'a> Describing<'a> {
                 text: fault.for_peer(),
             });
         }
-        self.session.close(Some(self.control), std::iter::empty());
+        self.session
+            .close(Some(self.control), std::iter::empty(), None);
         Settled::Failed(fault, VmIs::AtSource)
     }
 }
@@ -240,11 +250,20 @@ fn negotiate(
             text: "expected an offer as the first message of a control lane".into(),
         }),
     };
-    let (offer, selection) = match answer {
+    let begun = answer.and_then(|(offer, selection)| {
+        let refusal = || Refusal {
+            fault: FaultCode::Busy,
+            text: "the session is in progress already".into(),
+        };
+        let begun = session.begin(offer.session).then_some((offer, selection));
+        begun.ok_or_else(refusal)
+    });
+    let (offer, selection) = match begun {
         Ok(agreed) => agreed,
         Err(refusal) => {
             session.reject(format!("offer of {}: {refusal}", peer_of(&stream)));
             refuse(&stream, &refusal);
+            session.wait_again();
             return Ok(None);
         }
     };
@@ -254,9 +273,10 @@ fn negotiate(
         .or_fault(FaultCode::Internal, "cannot encode the selection")?;
     if let Err(error) = stream.send(&bytes) {
         session.reject(format!("control lane from {}: {error}", peer_of(&stream)));
+        session.wait_again();
         return Ok(None);
     }
-    session.tls.keep(&stream);
+    session.keep_settings(&stream);
     let span = &session.span;
     let hex = format_args!("{:032x}", u128::from_be_bytes(offer.session));
     span.record("session", display(hex));

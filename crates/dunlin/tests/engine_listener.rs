@@ -1,0 +1,397 @@
+//! Several sessions of one listener: they run at once, up to the maximum, and each is protected from
+//! the others and from strangers.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin::Incoming;
+use dunlin::engine::destination::DestinationEvent;
+use dunlin::engine::source;
+use dunlin::engine::vmm::FaultCode;
+use dunlin::engine::{Cancel, Event, MigrateError, Report, VmIs};
+use dunlin::lane::policy::ClientTls;
+use dunlin_proto::control::Message;
+use dunlin_proto::negotiate::{LaneSecurity, Opening, SessionSecret};
+use dunlin_test_support::engine::doubt::{Relay, TO_SOURCE, send_with};
+use dunlin_test_support::engine::peer::{Peer, describe_as, lane_open, open_lane, read_opening};
+use dunlin_test_support::engine::{Sessions, TestBuilder, TestVm, impatient, send, tls, verified};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A running VM with this number in its UUID.
+fn guest(number: u8) -> Arc<TestVm> {
+    let vm = TestVm::new((2 + 2 * usize::from(number)) << 20);
+    *vm.uuid.lock().unwrap() = [number; 16];
+    vm.fill(1 << 20);
+    vm.start(64, Duration::from_micros(200));
+    vm
+}
+
+fn builders(count: usize) -> impl Iterator<Item = TestBuilder> {
+    (0..count).map(|_| TestBuilder::default())
+}
+
+/// Steps of VMs wait here until enough have arrived, or until the test opens it.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<usize>, Condvar)>);
+
+impl Gate {
+    /// Makes the VM's pause wait until `count` VMs wait at this gate.
+    fn guard(&self, vm: &TestVm, count: usize) {
+        let gate = self.clone();
+        *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
+            if step == "pause" {
+                gate.enter();
+                gate.wait(count);
+            }
+        }));
+    }
+
+    fn enter(&self) {
+        *self.0.0.lock().unwrap() += 1;
+        self.0.1.notify_all();
+    }
+
+    /// Waits until `count` have entered.
+    fn wait(&self, count: usize) {
+        let entered = self.0.0.lock().unwrap();
+        let (_entered, waited) = self
+            .0
+            .1
+            .wait_timeout_while(entered, LIMIT, |entered| *entered < count)
+            .unwrap();
+        assert!(!waited.timed_out(), "fewer than {count} at the gate");
+    }
+}
+
+/// Moves the VM on another thread.
+fn moving(
+    vm: &Arc<TestVm>,
+    to: SocketAddr,
+    client: &ClientTls,
+) -> thread::JoinHandle<Result<Report, MigrateError>> {
+    let (vm, client) = (Arc::clone(vm), client.clone());
+    thread::spawn(move || {
+        let to = to.to_string();
+        send(&vm, &to, &client, &verified(2), &Cancel::new()).0
+    })
+}
+
+/// No VM pauses before all three have sent their memory, so the sessions must run at once.
+#[test]
+fn i1_i3_three_vms_arrive_at_once_through_one_listener() {
+    let (client, server) = tls();
+    let sessions = Sessions::start(&server, &impatient(), builders(3));
+    let gate = Gate::default();
+    let vms = [1, 2, 3].map(guest);
+    let threads = vms.each_ref().map(|vm| {
+        gate.guard(vm, 3);
+        moving(vm, sessions.address, &client)
+    });
+    for thread in threads {
+        assert_eq!(thread.join().unwrap().unwrap().digests_equal, Some(true));
+    }
+    let mut arrived = Vec::new();
+    for session in sessions.each {
+        let (received, builder, events) = session.finish(false);
+        let received = received.unwrap();
+        assert!(received.runs);
+        let uuid = received.offered.vm.uuid;
+        let vm = &vms[usize::from(uuid[0]) - 1];
+        assert_eq!(vm.digest(), builder.built.unwrap().digest(), "{uuid:?}");
+        assert!(!vm.goes_on(), "{uuid:?} runs twice");
+        let offers = |event: &&DestinationEvent| matches!(event, DestinationEvent::Offered(_));
+        assert_eq!(events.iter().filter(offers).count(), 1);
+        arrived.push(uuid);
+    }
+    arrived.sort_unstable();
+    assert_eq!(arrived, [[1; 16], [2; 16], [3; 16]]);
+}
+
+#[test]
+fn i2_i7_an_offer_beyond_the_maximum_is_refused_and_its_vm_stays() {
+    let (client, server) = tls();
+    let sessions = Sessions::start(&server, &impatient(), builders(2));
+    let gate = Gate::default();
+    let vms = [1, 2, 3].map(guest);
+    let threads = [&vms[0], &vms[1]].map(|vm| {
+        gate.guard(vm, 3);
+        moving(vm, sessions.address, &client)
+    });
+    gate.wait(2);
+    let refused = moving(&vms[2], sessions.address, &client).join().unwrap();
+    let refused = refused.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.vm),
+        (FaultCode::Busy, VmIs::AtSource)
+    );
+    assert!(vms[2].goes_on());
+    assert!(vms[2].calls().iter().all(|call| *call != "pause"));
+    gate.enter();
+    for thread in threads {
+        thread.join().unwrap().unwrap();
+    }
+    for session in sessions.each {
+        session.finish(false).0.unwrap();
+    }
+}
+
+/// A value of the listener serves one session after another. An offer that arrives between two
+/// sessions waits for the next one, and others are refused meanwhile.
+#[test]
+fn i2_one_value_serves_one_session_after_another() {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let incoming = Incoming::builder(listener, &server).options(impatient());
+    let mut shared = incoming.share().unwrap();
+    let early = Peer::offering(address, &client, LaneSecurity::Tls, [1; 16]);
+    match Peer::source_of(address, &client, LaneSecurity::Tls, [2; 16]).1 {
+        Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),
+        other => panic!("{other:?}"),
+    }
+    let mut receive = |fail| {
+        let mut builder = TestBuilder {
+            fail,
+            ..TestBuilder::default()
+        };
+        let ignored = |_: &DestinationEvent| ();
+        let received = shared.receive(&mut builder, &ignored, &Cancel::new());
+        (received, builder)
+    };
+    let waited = thread::spawn(move || {
+        assert!(matches!(read_opening(&early.stream), Opening::Select(_)));
+    });
+    assert_eq!(receive(None).0.unwrap_err().code(), FaultCode::ControlLost);
+    waited.join().unwrap();
+    let vm = guest(1);
+    for fail in [Some("load"), None] {
+        let sent = moving(&vm, address, &client);
+        let (received, builder) = receive(fail);
+        let sent = sent.join().unwrap();
+        if fail.is_some() {
+            assert_eq!(received.unwrap_err().code(), FaultCode::StateLoadFailed);
+            assert_eq!(sent.unwrap_err().vm, VmIs::AtSource);
+            assert!(vm.goes_on());
+        } else {
+            assert!(received.unwrap().runs && sent.is_ok());
+            assert_eq!(vm.digest(), builder.built.unwrap().digest());
+        }
+    }
+    drop(shared);
+    // The listener is closed with its last value.
+    let refused = TcpStream::connect(address).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+}
+
+/// A builder that waits for the test, and what it needs to go on.
+fn stuck() -> (TestBuilder, Receiver<()>, Sender<()>) {
+    let (built, waits) = channel();
+    let (go_on, gone) = channel();
+    let gone = Mutex::new(gone);
+    let planted = Box::new(move |_: &Arc<TestVm>| {
+        built.send(()).unwrap();
+        // An error means that the test has ended.
+        let _ = gone.lock().unwrap().recv();
+    });
+    let builder = TestBuilder {
+        planted: Some(planted),
+        ..TestBuilder::default()
+    };
+    (builder, waits, go_on)
+}
+
+/// Sends a description, and does not wait for an answer.
+fn describing(to: SocketAddr, client: &ClientTls, number: u8) -> Peer {
+    let (mut peer, answer) = Peer::source_of(to, client, LaneSecurity::Tls, [number; 16]);
+    assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
+    peer.send(&describe_as([number; 16]));
+    peer
+}
+
+/// One session hangs in the VMM while a stranger floods it with lanes. The queue of that session is
+/// bounded, and another VM arrives meanwhile.
+#[test]
+fn i7_i8_a_session_that_hangs_and_is_flooded_delays_no_other() {
+    const QUEUE: usize = 256;
+    let (client, server) = tls();
+    let (builder, waits, go_on) = stuck();
+    let sessions = Sessions::start(&server, &impatient(), [builder, TestBuilder::default()]);
+    let to = sessions.address;
+    let _hangs = describing(to, &client, 9);
+    waits.recv_timeout(LIMIT).unwrap();
+    let mut flood = Vec::new();
+    for number in 0..QUEUE + 10 {
+        let open = lane_open([9; 16], &SessionSecret([0; 32]), 1);
+        let mut bytes = Vec::new();
+        open.encode(&mut bytes).unwrap();
+        let mut stream = TcpStream::connect(to).unwrap();
+        stream.write_all(&bytes).unwrap();
+        flood.push(stream);
+        // The first ones wait in the queue. The others are closed at once.
+        if number >= QUEUE {
+            let stream = flood.last_mut().unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            let read = stream.read(&mut [0]);
+            let is_over = match &read {
+                Ok(0) => true,
+                Err(error) => error.kind() == ErrorKind::ConnectionReset,
+                Ok(_) => false,
+            };
+            assert!(is_over, "{number}: {read:?}");
+        }
+    }
+    let vm = guest(1);
+    moving(&vm, to, &client).join().unwrap().unwrap();
+    let mut each = sessions.each.into_iter();
+    let (hanging, other) = (each.next().unwrap(), each.next().unwrap());
+    assert!(other.finish(false).0.unwrap().runs);
+    go_on.send(()).unwrap();
+    hanging.await_rejection("proof");
+    hanging.finish(true).0.map(drop).unwrap_err();
+}
+
+#[test]
+fn i1_a_vm_that_is_arriving_is_refused_in_another_session() {
+    let (client, server) = tls();
+    let sessions = Sessions::start(&server, &impatient(), builders(3));
+    let to = sessions.address;
+    let vm = [5; 16];
+    let (first, accepted) = Peer::describing(to, &client, [1; 16], vm);
+    assert!(matches!(accepted, Some(Message::Accept(_))));
+    let refused = |session| match Peer::describing(to, &client, session, vm).1 {
+        Some(Message::Cancel { fault, .. }) => fault,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused([2; 16]), FaultCode::Busy);
+    // The first session has lost its control lane. The next offer of its VM ends it, so that a
+    // further one succeeds.
+    let mut each = sessions.each.into_iter();
+    let session = each.next().unwrap();
+    first.stream.shutdown();
+    session.await_event(|event| matches!(event, DestinationEvent::ControlLost { .. }));
+    assert_eq!(refused([3; 16]), FaultCode::Busy);
+    let (ended, ..) = session.finish(false);
+    assert_eq!(ended.unwrap_err().code(), FaultCode::ControlLost);
+    drop(each.map(|session| session.finish(true)).collect::<Vec<_>>());
+}
+
+/// A lane names one session and has the proof of the other. Then it has both right.
+#[test]
+fn i4_i7_a_lane_of_one_session_is_refused_by_another() {
+    let (client, server) = tls();
+    let sessions = Sessions::start(&server, &impatient(), builders(2));
+    let to = sessions.address;
+    let peers = [1, 2].map(|number| {
+        let (peer, answer) = Peer::describing(to, &client, [number; 16], [number; 16]);
+        match answer {
+            Some(Message::Accept(accept)) => (peer, accept.secret),
+            other => panic!("{other:?}"),
+        }
+    });
+    let [(mut first, secret), (mut second, other)] = peers;
+    for (session, proof, receiving) in [
+        ([1; 16], &other, &sessions.each[0]),
+        ([2; 16], &secret, &sessions.each[1]),
+    ] {
+        let _lane = open_lane(to, Some(&client), &lane_open(session, proof, 1));
+        receiving.await_rejection("proof");
+    }
+    // A session that does not exist gets no lane either.
+    let _lane = open_lane(to, Some(&client), &lane_open([3; 16], &secret, 1));
+    sessions.each[0].await_rejection("no such session");
+    for (peer, session, proof) in [
+        (&mut first, [1; 16], &secret),
+        (&mut second, [2; 16], &other),
+    ] {
+        let _lane = open_lane(to, Some(&client), &lane_open(session, proof, 1));
+        let answer = peer.await_message(|message| {
+            matches!(
+                message,
+                Message::LaneUp { .. } | Message::LaneRefused { .. }
+            )
+        });
+        assert_eq!(answer, Some(Message::LaneUp { lane: 1 }));
+    }
+    drop((first, second));
+    for session in sessions.each {
+        session.finish(true).0.map(drop).unwrap_err();
+    }
+}
+
+#[test]
+fn i2_cancelling_one_session_leaves_the_others() {
+    let (client, server) = tls();
+    let sessions = Sessions::start(&server, &impatient(), builders(2));
+    let gate = Gate::default();
+    let vms = [1, 2].map(guest);
+    let threads = vms.each_ref().map(|vm| {
+        gate.guard(vm, 3);
+        moving(vm, sessions.address, &client)
+    });
+    gate.wait(2);
+    let mut each = sessions.each.into_iter();
+    let (one, other) = (each.next().unwrap(), each.next().unwrap());
+    let (cancelled, ..) = one.finish(true);
+    assert_eq!(cancelled.unwrap_err().code(), FaultCode::Cancelled);
+    gate.enter();
+    let arrived = other.finish(false).0.unwrap().offered.vm.uuid[0];
+    for (vm, thread) in vms.iter().zip(threads) {
+        let is_there = *vm.uuid.lock().unwrap() == [arrived; 16];
+        assert_eq!(thread.join().unwrap().is_ok(), is_there);
+        assert_eq!(vm.goes_on(), !is_there);
+    }
+}
+
+/// The control lane breaks after *commit*. The only session of the listener has ended when the
+/// source asks, and the listener's last value has been dropped.
+#[test]
+fn i1_a_listener_answers_for_a_vm_until_its_source_has_released_it() {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let relay = Arc::new(Relay::start(address));
+    let nowhere = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let nowhere = nowhere.local_addr().unwrap();
+    let mut shared = Incoming::builder(listener, &server).share().unwrap();
+    let same = Arc::clone(&relay);
+    let receiving = thread::spawn(move || {
+        let mut builder = TestBuilder::default();
+        let observe = |event: &DestinationEvent| match event {
+            DestinationEvent::Committed => same.swallow(TO_SOURCE),
+            DestinationEvent::Running { .. } => {
+                same.redirect(nowhere);
+                same.cut(true);
+            }
+            _ => {}
+        };
+        let received = shared.receive(&mut builder, &observe, &Cancel::new());
+        (received.unwrap(), builder)
+    });
+    let vm = guest(1);
+    let options = source::Options::builder()
+        .doubt_limit(LIMIT)
+        .build()
+        .unwrap();
+    let sent = {
+        let (vm, client, to) = (Arc::clone(&vm), client.clone(), relay.address);
+        thread::spawn(move || send_with(&vm, to, &client, &options, &|_: &Event| ()))
+    };
+    let (received, builder) = receiving.join().unwrap();
+    let answering = received.answering.unwrap();
+    assert!(!answering.is_over() && received.runs);
+    relay.redirect(address);
+    sent.join().unwrap().unwrap();
+    let until = Instant::now() + LIMIT;
+    while !answering.is_over() || TcpStream::connect(address).is_ok() {
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(2));
+    }
+    assert!(!vm.goes_on());
+    drop(builder);
+}
