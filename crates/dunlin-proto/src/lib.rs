@@ -7,7 +7,7 @@
 //!
 //! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, [`lanes`]
 //! tracks the lanes, [`received`] and [`marks`] track what has arrived and keep iterations apart,
-//! [`pace`] caps the rate, [`precopy`] decides when to pause the guest, and [`switchover`] decides,
+//! [`pace`] and [`shares`] cap rates, [`precopy`] decides when to pause the guest, and [`switchover`] decides,
 //! from the records in the [`journal`], which side runs the VM. [`sessions`] gives the connections of
 //! one listener to its sessions.
 //!
@@ -39,6 +39,7 @@ pub mod precopy;
 pub mod received;
 pub mod schedule;
 pub mod sessions;
+pub mod shares;
 pub mod stripe;
 pub mod switchover;
 pub mod text;

@@ -395,3 +395,33 @@ fn i1_a_listener_answers_for_a_vm_until_its_source_has_released_it() {
     assert!(!vm.goes_on());
     drop(builder);
 }
+
+/// Two sessions are always behind the cap. Each gets half of it, and the last one that remains gets all.
+#[test]
+fn two_sessions_share_one_rate() {
+    const RATE: u64 = 16 << 20;
+    let (client, server) = tls();
+    let options = impatient().to_builder().rate(RATE).build().unwrap();
+    let sessions = Sessions::start(&server, &options, builders(2));
+    let vms = [1, 2].map(|number| {
+        let vm = TestVm::new(8 << 20);
+        *vm.uuid.lock().unwrap() = [number; 16];
+        vm.fill(8 << 20);
+        vm
+    });
+    let began = Instant::now();
+    let threads = vms
+        .each_ref()
+        .map(|vm| moving(vm, sessions.address, &client));
+    let took = threads.map(|thread| {
+        thread.join().unwrap().unwrap();
+        began.elapsed().as_secs_f64()
+    });
+    // 16 MiB in all. Without the cap they need a tenth of a second.
+    let fair = (16_u64 << 20) as f64 / RATE as f64;
+    assert!(took[0] > 0.7 * fair, "{took:?}");
+    assert!(took[1] > 0.9 * fair, "{took:?}");
+    for session in sessions.each {
+        session.finish(false).0.unwrap();
+    }
+}

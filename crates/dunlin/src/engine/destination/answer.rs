@@ -457,7 +457,7 @@ pub(super) fn answer(
     const FAILED: &str = "cannot answer inquiries";
     let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
     let _listening = cancel.listen(move || wake.wake());
-    let text = "this host is not receiving a VM";
+    let text = "the destination is not receiving a VM";
     Answers::new(host, journal)
         .serve(listener, tls, &stopped, text)
         .or_fault(FaultCode::Kernel, FAILED)

@@ -110,6 +110,7 @@ impl Arriving<'_> {
             memory: Arc::clone(&self.lanes.memory),
             barrier,
             events: self.session.sender.clone(),
+            share: self.session.share.clone(),
             span: self.session.span.clone(),
         };
         let name = format!("dunlin-lane-{number}");

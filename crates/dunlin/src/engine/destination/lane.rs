@@ -20,6 +20,7 @@ use super::super::memory::{region_index, word_masks};
 use super::super::vmm::GuestMemory;
 use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
+use super::pacer::Share;
 
 /// How long the source may take to close a lane after its end frame.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -94,6 +95,8 @@ pub(super) struct Lane {
     pub(super) memory: Arc<DestinationMemory>,
     pub(super) barrier: Arc<IterationBarrier>,
     pub(super) events: Sender<SessionEvent>,
+    /// The session's part of the rate cap, if there is one.
+    pub(super) share: Option<Share>,
     /// The session's span.
     pub(super) span: Span,
 }
@@ -238,6 +241,12 @@ impl Lane {
             // Mark before writing: a lane that fails in between may leave unwritten pages marked,
             // but never written pages unmarked.
             self.memory.mark_written(index, first, count);
+        }
+        if let Some(share) = &self.share {
+            let bytes = raw().map(Range::memory_bytes).sum();
+            if !share.take(bytes, || self.barrier.wants(lane)) {
+                return Err(self.given_up());
+            }
         }
         let mut refused = None;
         let targets = raw().map_while(|range| {

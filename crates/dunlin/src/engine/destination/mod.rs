@@ -24,6 +24,7 @@ mod lane;
 mod lanes;
 mod listener;
 mod options;
+mod pacer;
 mod phase;
 mod prepared;
 mod received;

@@ -10,6 +10,9 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
 
+/// The lowest rate cap. Four lanes then get a chunk (256 KiB) each second.
+const LEAST_RATE: u64 = 1 << 20;
+
 /// Options of a destination, built and checked by [`Options::builder`]. The default is
 /// a valid configuration.
 ///
@@ -26,6 +29,7 @@ pub struct Options {
     pub(in crate::engine) allow_plain: bool,
     pub(in crate::engine) ipsec: Option<Arc<dyn SealedLanes>>,
     pub(in crate::engine) lanes_max: u16,
+    pub(in crate::engine) rate: Option<u64>,
     pub(in crate::engine) endpoints: Vec<String>,
     pub(in crate::engine) silence_limit: Duration,
     pub(in crate::engine) control_limit: Duration,
@@ -39,6 +43,7 @@ impl Default for Options {
             allow_plain: false,
             ipsec: None,
             lanes_max: MAX_LANES,
+            rate: None,
             endpoints: Vec::new(),
             silence_limit: SILENCE_LIMIT,
             control_limit: Duration::from_secs(40),
@@ -76,6 +81,9 @@ impl OptionsBuilder {
         let lanes = options.lanes_max;
         let possible = (1..=MAX_LANES).contains(&lanes);
         check(possible, "lanes_max", lanes, "use 1 to 128 lanes")?;
+        let rate = options.rate;
+        let possible = rate.is_none_or(|rate| rate >= LEAST_RATE);
+        check(possible, "rate", rate, "use at least 1 MiB/s, or no cap")?;
         let endpoints = &options.endpoints;
         check(
             endpoints.len() <= MAX_ENDPOINTS
@@ -109,6 +117,16 @@ impl OptionsBuilder {
     /// Maximum number of data lanes of one session. Default: 128, the maximum.
     pub fn lanes_max(mut self, lanes_max: u16) -> Self {
         self.0.lanes_max = lanes_max;
+        self
+    }
+
+    /// Caps the rate, in bytes per second, at which memory arrives. The sessions of a
+    /// [`Listener`](super::Listener) share the cap: each gets an equal part, and what one does not
+    /// use the others get. The cap also applies while the guest is paused. Allow at least 256 KiB/s
+    /// for each lane, because a source replaces a lane that confirms no chunk for 5 s. Default: no
+    /// cap.
+    pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
+        self.0.rate = rate.into();
         self
     }
 

@@ -30,6 +30,7 @@ use super::super::threads::spawn;
 use super::answer::{Accepting, Answering, Answers};
 use super::event::{Inbox, SessionEvent};
 use super::options::Options;
+use super::pacer::Pacer;
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse, turn_away};
 
@@ -39,6 +40,8 @@ pub(super) struct Router {
     /// Answers to inquiries, also about the VMs that have arrived.
     answers: Mutex<Answers>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The rate cap of all sessions, if there is one.
+    pub(super) pacer: Option<Arc<Pacer>>,
 }
 
 #[derive(Default)]
@@ -71,6 +74,7 @@ impl Router {
             table: Mutex::default(),
             answers: Mutex::new(Answers::new(host, &options.journal)),
             thread: Mutex::default(),
+            pacer: options.rate.map(Pacer::new),
         });
         let (tls, sealed, same) = (tls.of_session(), options.ipsec.clone(), Arc::clone(&router));
         let thread = spawn(&**host, "dunlin-accept", move || {

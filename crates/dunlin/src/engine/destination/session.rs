@@ -29,6 +29,7 @@ use super::super::threads::{CpuTime, spawn};
 use super::answer::{Accepting, Answering, Answers};
 use super::event::{Inbox, SessionEvent};
 use super::options::Options;
+use super::pacer::{Pacer, Share};
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, turn_away};
 use super::router::Router;
@@ -65,6 +66,8 @@ pub(super) struct Session<'a> {
     pub(super) sender: Sender<SessionEvent>,
     accepts: Accepts,
     inbox: Inbox,
+    /// The session's part of the rate cap, if there is one.
+    pub(super) share: Option<Share>,
     /// Events that stay in the queue after [`Session::set_aside`] has removed older messages.
     deferred: VecDeque<SessionEvent>,
     /// CPU time of the session's threads.
@@ -156,6 +159,16 @@ impl<'a> Session<'a> {
         inbox: Inbox,
         accepts: Accepts,
     ) -> Self {
+        let share = match &accepts {
+            Accepts::Own { .. } => options.rate.map(|rate| Share {
+                pacer: Pacer::new(rate),
+                session: 0,
+            }),
+            Accepts::Shared(of) => of.router.pacer.clone().map(|pacer| Share {
+                pacer,
+                session: of.slot,
+            }),
+        };
         Self {
             options,
             host,
@@ -164,6 +177,7 @@ impl<'a> Session<'a> {
             sender,
             accepts,
             inbox,
+            share,
             deferred: VecDeque::new(),
             cpu: CpuTime::default(),
             cpu_before: thread_cpu_time(),
