@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use super::host::{completed, watch, whereabouts};
+use super::host::{completed, is_leaving, whereabouts};
 use super::job::Job;
 use super::plan::Vm;
 use super::verdict::{Verdict, Where, judge};
@@ -154,7 +154,8 @@ impl Carry {
     fn settle(&self) -> Verdict {
         let mut since = Instant::now();
         loop {
-            if self.is_leaving() {
+            // virsh may have ended before the migration.
+            if is_leaving(&self.source, &self.vm.uuid) {
                 since = Instant::now();
             } else {
                 let source = whereabouts(&self.source, &self.vm.uuid);
@@ -173,14 +174,6 @@ impl Carry {
             }
             thread::sleep(INTERVAL);
         }
-    }
-
-    /// Whether the source's libvirt still migrates it, although virsh may have ended.
-    fn is_leaving(&self) -> bool {
-        let seen = watch(&self.source, std::slice::from_ref(&self.vm.uuid));
-        let seen = seen.ok().and_then(|mut seen| seen.pop().flatten());
-        seen.and_then(|seen| seen.job)
-            .is_some_and(|job| job.is_leaving())
     }
 
     /// Lets a VM run again that was paused for its time, and did not move.

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::carry::{Asked, Carry, Ended, INTERVAL};
 use super::facts::{entry, gather};
 use super::flags::Evacuate;
-use super::host::{Seen, watch};
+use super::host::{Seen, is_leaving, watch};
 use super::plan::{Move, Plan, plan};
 use super::record::{Entry, Outcome, Record};
 use super::schedule::{Action, Event, Phase, Schedule};
@@ -282,6 +282,8 @@ impl<'a> Moves<'a> {
     fn seen(&mut self, vm: usize, seen: &Seen, show: &mut Show) -> Option<Event> {
         let of = &self.moves[vm].vm;
         let phase = match &seen.at {
+            // libvirt gives a guest that is paused for its time the reason of a switchover.
+            _ if self.asked[vm].is_paused.load(Ordering::SeqCst) => Phase::Copying,
             Where::Paused(reason) if reason == "migrating" => Phase::Switchover,
             Where::Paused(reason) if reason.starts_with("post-copy") => Phase::Postcopy,
             Where::Running | Where::Paused(_) => Phase::Copying,
@@ -459,6 +461,10 @@ fn request_all(
             Ok(answer) => answer.reason(),
             Err(error) => format!("{error:#}"),
         };
+        // The migration may have ended before the request.
+        if !is_leaving(source, &words[1].to_owned()) {
+            continue;
+        }
         if sender
             .send(Happened::Refused(vm, what, clean(&reason)))
             .is_err()

@@ -184,6 +184,14 @@ pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>
     Ok(blocks.chunks(2).map(seen).collect())
 }
 
+/// Whether a migration of the VM from this host is under way.
+pub(super) fn is_leaving(virsh: &Virsh, uuid: &String) -> bool {
+    let seen = watch(virsh, std::slice::from_ref(uuid)).ok();
+    let seen = seen.and_then(|mut seen| seen.pop().flatten());
+    let job = seen.and_then(|seen| seen.job);
+    job.is_some_and(|job| job.is_leaving())
+}
+
 /// The figures of a VM's last migration.
 pub(super) fn completed(virsh: &Virsh, uuid: &str) -> Option<Job> {
     let flags = [
