@@ -1,6 +1,6 @@
 //! The course of an evacuation: asks, plans, moves, reports.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::process::exit;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -17,6 +17,7 @@ use super::carry::{Asked, Carry, Ended, INTERVAL};
 use super::facts::{entry, gather};
 use super::flags::Evacuate;
 use super::host::{Seen, is_leaving, watch};
+use super::job::Job;
 use super::plan::{Move, Plan, plan};
 use super::record::{Entry, Outcome, Record};
 use super::schedule::{Action, Event, Phase, Schedule};
@@ -30,6 +31,9 @@ use crate::text::{clean, count};
 
 /// The highest rate that virsh takes, in MiB/s, and libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
+
+/// Refusals of a repeated request until the operator sees one.
+const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main one.
 enum Happened {
@@ -172,8 +176,10 @@ struct Moves<'a> {
     record: &'a mut Record,
     asked: Vec<Arc<Asked>>,
     phases: Vec<Phase>,
-    /// Requests that libvirt refused, each shown once.
-    refused: BTreeSet<(usize, &'static str)>,
+    /// How often libvirt refused a request.
+    refused: BTreeMap<(usize, &'static str), u32>,
+    /// The figures of each VM's migration while it was under way.
+    jobs: Vec<Option<Job>>,
     /// The VMs that move now, for the thread that watches them.
     watched: Arc<Mutex<Vec<(usize, String)>>>,
     sender: Sender<Happened>,
@@ -208,7 +214,8 @@ impl<'a> Moves<'a> {
             record,
             asked: moves.iter().map(|_| Arc::default()).collect(),
             phases: vec![Phase::Copying; moves.len()],
-            refused: BTreeSet::new(),
+            refused: BTreeMap::new(),
+            jobs: vec![None; moves.len()],
             watched,
             sender,
             happened,
@@ -252,8 +259,11 @@ impl<'a> Moves<'a> {
                 vec![Event::Ended { vm, is_doubtful }]
             }
             Happened::Refused(vm, what, reason) => {
-                // A cancellation is asked for until it succeeds.
-                if what != "domjobabort" && self.refused.insert((vm, what)) {
+                let times = self.refused.entry((vm, what)).or_default();
+                *times += 1;
+                // These are asked for again: libvirt refuses them before QEMU has begun.
+                let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy");
+                if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
                     show.warn("refused", &format!("{name}: virsh {what}: {reason}"));
                 }
@@ -295,6 +305,7 @@ impl<'a> Moves<'a> {
         self.phases[vm] = phase;
         if let Some(job) = seen.job.as_ref().filter(|job| job.is_leaving()) {
             show.progress(vm, &of.name, &of.uuid, job);
+            self.jobs[vm] = Some(job.clone());
         }
         Some(Event::Seen(vm, phase))
     }
@@ -325,7 +336,8 @@ impl<'a> Moves<'a> {
         if one.vm.bound.is_none() {
             entry.duration_s = Some(ended.took.as_secs_f64());
         }
-        let entry = entry.with(ended.job.as_ref());
+        // libvirt has no figures of some migrations, such as those with post-copy, when they have ended.
+        let entry = entry.with(ended.job.as_ref().or(self.jobs[vm].as_ref()));
         show.ended(Some(vm), &entry);
         self.keep(entry, show);
         result == Outcome::Doubt

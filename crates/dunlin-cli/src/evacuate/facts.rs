@@ -39,7 +39,9 @@ impl Entry {
         let seconds = |job: &Job| Some(job.number("time_elapsed")? as f64 / 1000.0);
         self.duration_s = self.duration_s.or_else(|| job.and_then(seconds));
         self.bytes = job.and_then(Job::bytes);
-        self.downtime_ms = job.and_then(|job| job.number("downtime"));
+        // Before the end, it is what QEMU expects.
+        let is_over = |job: &&Job| self.result == Outcome::Moved && job.is_completed();
+        self.downtime_ms = job.filter(is_over).and_then(|job| job.number("downtime"));
         self
     }
 }

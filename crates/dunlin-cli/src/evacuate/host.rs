@@ -201,7 +201,9 @@ pub(super) fn completed(virsh: &Virsh, uuid: &str) -> Option<Job> {
         "--rawstats",
     ];
     let words = ["domjobinfo"].iter().chain(&flags).chain([&uuid]);
-    Job::parse(&virsh.ask(&words.copied().collect::<Vec<_>>()).ok()?).ok()
+    let job = Job::parse(&virsh.ask(&words.copied().collect::<Vec<_>>()).ok()?).ok()?;
+    // After the daemon has restarted, it has none.
+    job.bytes().is_some().then_some(job)
 }
 
 #[cfg(test)]

@@ -12,9 +12,10 @@ pub(super) struct Job {
     fields: BTreeMap<String, String>,
 }
 
-/// virDomainJobType: no job, and the jobs under way.
+/// virDomainJobType: no job, the jobs under way, and one that has succeeded.
 const NONE: u64 = 0;
 const UNDER_WAY: [u64; 2] = [1, 2];
+const COMPLETED: u64 = 3;
 /// virDomainJobOperation: a migration, at its source.
 const MIGRATION_OUT: u64 = 5;
 
@@ -55,6 +56,10 @@ impl Job {
         UNDER_WAY.contains(&self.kind) && self.number("operation") == Some(MIGRATION_OUT)
     }
 
+    pub(super) fn is_completed(&self) -> bool {
+        self.kind == COMPLETED
+    }
+
     /// libvirt's reason of a failed job.
     pub(super) fn error(&self) -> Option<&str> {
         self.fields.get("errmsg").map(String::as_str)
@@ -76,7 +81,7 @@ mod tests {
     fn a_job_under_way_is_read() {
         let text = "Job type: 2\n\noperation: 5\ntime_elapsed: 512\ndata_processed: 1048576\n";
         let job = Job::parse(text).unwrap();
-        assert!(job.is_leaving());
+        assert!(job.is_leaving() && !job.is_completed());
         assert_eq!(
             (job.bytes(), job.number("time_elapsed")),
             (Some(1 << 20), Some(512))
