@@ -1,7 +1,7 @@
 //! Debian's systemd in namespaces of the virtual machine, with the units in `dist/systemd`.
 //!
-//! The manager is process 1 of its own process and control group namespaces. `/etc`, `/run` and
-//! `/var` are file systems of the test.
+//! The manager is process 1 of its own process and control group namespaces. The folders that change
+//! are file systems of the test.
 
 use std::fs;
 use std::path::Path;
@@ -17,33 +17,46 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// The control group of the manager.
 const GROUP: &str = "/sys/fs/cgroup/systemd-of-the-test";
 
-/// The units of the test, and the files that are installed with them.
+/// The folders that change.
+const REPLACED: [&str; 6] = [
+    "/etc",
+    "/run",
+    "/var",
+    "/usr/lib/systemd/system",
+    "/usr/lib/sysusers.d",
+    "/usr/lib/tmpfiles.d",
+];
+
+/// The units, and the files that are installed with them, where the Debian package has them.
 const SHIPPED: [(&str, &str); 6] = [
     (
-        "/etc/systemd/system/dunlin-tunnel.service",
+        "/usr/lib/systemd/system/dunlin-tunnel.service",
         include_str!("../../../dist/systemd/dunlin-tunnel.service"),
     ),
     (
-        "/etc/systemd/system/dunlin-tunnel-ram.socket",
+        "/usr/lib/systemd/system/dunlin-tunnel-ram.socket",
         include_str!("../../../dist/systemd/dunlin-tunnel-ram.socket"),
     ),
     (
-        "/etc/systemd/system/dunlin-redirect.service",
+        "/usr/lib/systemd/system/dunlin-redirect.service",
         include_str!("../../../dist/systemd/dunlin-redirect.service"),
     ),
     (
-        "/etc/systemd/system/dunlin-redirect-watch.service",
+        "/usr/lib/systemd/system/dunlin-redirect-watch.service",
         include_str!("../../../dist/systemd/dunlin-redirect-watch.service"),
     ),
     (
-        "/etc/sysusers.d/dunlin-sysusers.conf",
+        "/usr/lib/sysusers.d/dunlin.conf",
         include_str!("../../../dist/systemd/dunlin-sysusers.conf"),
     ),
     (
-        "/etc/tmpfiles.d/dunlin-tmpfiles.conf",
+        "/usr/lib/tmpfiles.d/dunlin.conf",
         include_str!("../../../dist/systemd/dunlin-tmpfiles.conf"),
     ),
 ];
+
+/// The script that dpkg runs after it has unpacked the package.
+const POSTINST: &str = include_str!("../../../dist/debian/postinst");
 
 /// Units of Debian that the test does not need, because the machine is running. An emulated processor
 /// takes seconds for them.
@@ -111,16 +124,18 @@ impl Status {
 }
 
 impl Manager {
-    /// Installs the units, and creates the users and directories, as docs/tunnel/operation.md
-    /// describes. `prepare` writes the configuration. Then starts the manager.
+    /// Installs the units, and creates the users and directories, as dpkg does. `prepare` writes the
+    /// configuration. Then starts the manager.
     ///
     /// # Panics
     /// A command fails, or the manager does not answer.
     #[must_use]
     pub fn start(guest: &Guest, prepare: impl FnOnce()) -> Self {
-        for folder in ["/etc", "/run", "/var"] {
+        for folder in REPLACED {
             replace(guest, folder);
         }
+        // Debian's users. The package's script creates those of the services.
+        guest.command("systemd-sysusers", &[]);
         for (path, text) in SHIPPED {
             write(path, text);
         }
@@ -129,8 +144,12 @@ impl Manager {
             std::os::unix::fs::symlink("/dev/null", path).expect("the unit is not masked yet");
         }
         write("/etc/machine-id", "0123456789abcdef0123456789abcdef\n");
-        guest.command("systemd-sysusers", &[]);
-        guest.command("systemd-tmpfiles", &["--create", "dunlin-tmpfiles.conf"]);
+        fs::create_dir("/etc/dunlin").expect("/etc is new");
+        write(
+            &guest.folder().join("postinst").display().to_string(),
+            POSTINST,
+        );
+        guest.command("sh", &["postinst", "configure"]);
         prepare();
         guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
         fs::create_dir(GROUP).expect("the control group is new");
@@ -167,6 +186,36 @@ impl Manager {
         let mut command = Command::new("/usr/bin/nsenter");
         command.args(["--target", &self.first, "--pid", "--mount", program]);
         command
+    }
+
+    /// Configures the package as in an upgrade, and returns what its script prints.
+    ///
+    /// # Panics
+    /// The script fails.
+    #[must_use]
+    pub fn upgrade(&self, before: &str) -> String {
+        let mut script = self.inside("sh");
+        script.args(["-c", POSTINST, "postinst", "configure", before]);
+        let done = script.output().expect("the package util-linux has nsenter");
+        assert!(done.status.success(), "{done:?}");
+        String::from_utf8_lossy(&done.stdout).into_owned()
+    }
+
+    /// Runs a command that talks to the manager. Returns its output.
+    ///
+    /// # Panics
+    /// The command fails.
+    #[must_use]
+    pub fn run(&self, program: &str, words: &[&str]) -> String {
+        let done = self.inside(program).args(words).output();
+        let done = done.expect("the package util-linux has nsenter");
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(
+            done.status.success(),
+            "{text}{}",
+            String::from_utf8_lossy(&done.stderr)
+        );
+        text
     }
 
     /// Runs systemctl. If it fails, prints the state of Dunlin's units and the end of the journal.

@@ -1,28 +1,38 @@
 //! Units of dist/systemd work under Debian's systemd; the tunnel runs without root.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, ExitCode};
+use std::process::{Child, Command, ExitCode, Stdio};
 
+use dunlin_kernel_tests::sessions::inside;
 use dunlin_kernel_tests::systemd::{Manager, write};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
+use serde_json::Value;
 
 // No other test has three processors, and so none shares the boot: the packages replace commands of
 // busybox.
 const NEEDS: Needs = Needs {
     cpus: 3,
-    packages: &["systemd", "util-linux", "nftables"],
+    packages: &["systemd", "util-linux", "nftables", "iproute2"],
     dunlin: true,
-    limit_seconds: 180,
+    limit_seconds: 420,
     under: Under::Newest,
     ..Needs::NOTHING
 };
 
 const TUNNEL: &str = "dunlin-tunnel.service";
+/// The namespace of libvirt's peer.
+const PEER: &str = "peer";
+const UNITS: [&str; 3] = [
+    "dunlin-redirect.service",
+    "dunlin-redirect-watch.service",
+    TUNNEL,
+];
 
 /// The ID of the hypervisors' user, and of the group that may connect to their sockets.
 const HYPERVISOR: u32 = 4711;
@@ -73,6 +83,9 @@ fn main() -> ExitCode {
         assert_eq!(manager.show(TUNNEL, "ActiveState"), "active");
         passes();
 
+        an_upgrade_leaves_the_tunnel_alone(&manager);
+        passes();
+
         the_rules_outlive_their_units(guest, &manager);
 
         manager.systemctl(&["stop", TUNNEL]);
@@ -82,6 +95,8 @@ fn main() -> ExitCode {
         // The socket unit starts the tunnel again.
         passes();
         assert_eq!(manager.show(TUNNEL, "NRestarts"), "0");
+
+        libvirt_is_enabled_with_one_command(guest, &manager);
     })
 }
 
@@ -111,7 +126,6 @@ fn configure(guest: &Guest) {
         "dunlin",
         &["pki", "issue", "--ca", "ca", "--name", "b.test", "b"],
     );
-    fs::create_dir("/etc/dunlin").expect("/etc is new");
     issue(guest);
     readable(guest);
     let config = "listen = \"127.0.0.1:18300\"\nidentity = \"/etc/dunlin\"\n\
@@ -211,6 +225,138 @@ fn the_tunnel_is_no_root(manager: &Manager) {
     }
 }
 
+/// The package's script restarts nothing, and names what runs the version before.
+fn an_upgrade_leaves_the_tunnel_alone(manager: &Manager) {
+    let process = manager.show(TUNNEL, "MainPID");
+    let said = manager.upgrade("0.1~0");
+    assert!(said.contains("systemctl restart dunlin-tunnel"), "{said}");
+    assert_eq!(manager.show(TUNNEL, "MainPID"), process);
+}
+
+/// On a host with the package alone, and with a qemu.conf: `dunlin init`, then `dunlin libvirt enable`.
+/// A connection to the toolstack's ports of the peer then goes through the tunnel, which runs without
+/// root and reads the certificates that `enable` has installed. `disable` leaves only these.
+fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
+    forget(guest, manager);
+    connect(guest);
+    let hosts = ["init", "a.test", "b.test", "--libvirt", "--out", "made"];
+    guest.command("dunlin", &hosts);
+    write("/etc/libvirt/qemu.conf", "user = \"hypervisor\"\n");
+    let before = files(guest);
+    let _peer = peer(guest);
+
+    let own = guest.folder().join("made/a.test").display().to_string();
+    let words = ["libvirt", "enable", "--json", "--peer", "192.0.2.2=b.test"];
+    let said = manager.run(
+        "dunlin",
+        &[&words[..], &["--install-identity", &own]].concat(),
+    );
+    println!("{said}");
+    let steps: Vec<Value> = said
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    let steps: Vec<_> = steps
+        .iter()
+        .filter_map(|line| line["step"].as_str())
+        .collect();
+    // A second piece of advice would be about a peer that does not answer.
+    assert_eq!(
+        steps,
+        [
+            "installed",
+            "plan",
+            "written",
+            "tried",
+            "reserved",
+            "rules",
+            "units",
+            "advice"
+        ]
+    );
+    for unit in UNITS {
+        assert_eq!(manager.show(unit, "ActiveState"), "active", "{unit}");
+        assert_eq!(manager.show(unit, "UnitFileState"), "enabled", "{unit}");
+    }
+    the_tunnel_is_no_root(manager);
+    let table = guest.output("nft", &["list", "table", "inet", "dunlin"]);
+    assert!(table.contains("49152-49215"), "{table}");
+    let target = inside(PEER, || TcpListener::bind("127.0.0.1:49152"));
+    let target = target.expect("the loopback is up");
+    let near = TcpStream::connect("192.0.2.2:49152").expect("root is a user of the redirect");
+    let accept = || target.accept().expect("the peer's tunnel connects").0;
+    both_ways(&near, |near| near.shutdown(Shutdown::Write), accept);
+
+    println!("{}", manager.run("dunlin", &["libvirt", "disable"]));
+    for unit in UNITS {
+        assert_eq!(manager.show(unit, "ActiveState"), "inactive", "{unit}");
+        assert_eq!(manager.show(unit, "UnitFileState"), "disabled", "{unit}");
+    }
+    assert_eq!(guest.output("nft", &["list", "ruleset"]), "");
+    let reserved = fs::read_to_string("/proc/sys/net/ipv4/ip_local_reserved_ports");
+    assert_eq!(reserved.expect("it exists").trim(), "");
+    let left: Vec<_> = files(guest).difference(&before).cloned().collect();
+    assert_eq!(
+        left,
+        ["ca-cert.pem", "cert.pem", "key.pem"].map(|file| format!("/etc/dunlin/{file}"))
+    );
+}
+
+/// Removes what the parts of the test before have configured.
+fn forget(guest: &Guest, manager: &Manager) {
+    manager.systemctl(&["stop", "dunlin-tunnel-ram.socket", TUNNEL]);
+    guest.command("dunlin", &["redirect", "remove"]);
+    let left = "rm -r /etc/dunlin/* /etc/systemd/system/dunlin-tunnel.service.d";
+    guest.command("sh", &["-c", left]);
+    manager.systemctl(&["daemon-reload"]);
+}
+
+/// The files that `enable` may change, and that outlive a boot.
+fn files(guest: &Guest) -> BTreeSet<String> {
+    let found = guest.output("find", &["/etc", "/var/lib/dunlin", "!", "-type", "d"]);
+    found.lines().map(str::to_owned).collect()
+}
+
+/// Creates the peer's namespace, and a link to it.
+fn connect(guest: &Guest) {
+    let ip = |line: &str| {
+        let words: Vec<_> = line.split(' ').collect();
+        guest.command("ip", &words);
+    };
+    ip(&format!("netns add {PEER}"));
+    ip(&format!(
+        "link add wire type veth peer name wire netns {PEER}"
+    ));
+    ip("addr add 192.0.2.1/24 dev wire");
+    ip("link set wire up");
+    for line in [
+        "addr add 192.0.2.2/24 dev wire",
+        "link set wire up",
+        "link set lo up",
+    ] {
+        ip(&format!("-n {PEER} {line}"));
+    }
+}
+
+/// The peer's tunnel, which serves the same redirect.
+fn peer(guest: &Guest) -> Far {
+    let config = "listen = \"[::]:18300\"\nidentity = \"made/b.test\"\n[redirect.libvirt]\n\
+                  ports = \"49152-49215\"\nusers = [\"root\"]\n\
+                  peers = { \"192.0.2.1\" = \"a.test\" }\n";
+    write("peer.toml", config);
+    let mut peer = Command::new("ip");
+    peer.args(["netns", "exec", PEER, "dunlin", "tunnel", "run"]);
+    peer.args(["--config", "peer.toml", "--control"]);
+    peer.arg(guest.folder().join("peer"));
+    peer.stdout(Stdio::piped());
+    let mut peer = Far(peer.spawn().expect("the package iproute2 has ip"));
+    let mut first = String::new();
+    let output = peer.0.stdout.as_mut().expect("the stream is piped");
+    let read = BufReader::new(output).read_line(&mut first);
+    read.expect("the tunnel reports its address");
+    peer
+}
+
 fn the_rules_outlive_their_units(guest: &Guest, manager: &Manager) {
     const RULES: &str = "dunlin-redirect.service";
     const WATCH: &str = "dunlin-redirect-watch.service";
@@ -235,11 +381,22 @@ fn the_rules_outlive_their_units(guest: &Guest, manager: &Manager) {
     assert!(table().contains("49152-49216"));
 }
 
-/// Passes bytes in both directions.
+/// Passes bytes in both directions, through a socket of the tunnel.
 fn carries<S: Read + Write>(entrance: &str, accept: impl FnOnce() -> S) {
-    let mut near = UnixStream::connect(entrance).expect("the tunnel listens");
-    near.write_all(b"there").expect("the tunnel reads");
-    near.shutdown(Shutdown::Write).expect("it is connected");
+    let near = UnixStream::connect(entrance).expect("the tunnel listens");
+    both_ways(&near, |near| near.shutdown(Shutdown::Write), accept);
+}
+
+fn both_ways<'a, N, S: Read + Write>(
+    near: &'a N,
+    end: impl FnOnce(&N) -> io::Result<()>,
+    accept: impl FnOnce() -> S,
+) where
+    &'a N: Read + Write,
+{
+    let mut stream = near;
+    stream.write_all(b"there").expect("the tunnel reads");
+    end(near).expect("it is connected");
     let mut far = accept();
     let mut came = String::new();
     far.read_to_string(&mut came)
@@ -248,7 +405,8 @@ fn carries<S: Read + Write>(entrance: &str, accept: impl FnOnce() -> S) {
     far.write_all(b"back").expect("the tunnel reads");
     drop(far);
     let mut came = String::new();
-    near.read_to_string(&mut came)
+    stream
+        .read_to_string(&mut came)
         .expect("the tunnel carries it");
     assert_eq!(came, "back");
 }

@@ -66,9 +66,9 @@ impl Disk for FailingDisk {
     fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
         let fails = match self.0 {
             None => true,
-            Some(state) => bytes.try_into().is_ok_and(|bytes| {
-                decode(bytes).is_ok_and(|(record, _)| record.state == state)
-            }),
+            Some(state) => bytes
+                .try_into()
+                .is_ok_and(|bytes| decode(bytes).is_ok_and(|(record, _)| record.state == state)),
         };
         if fails {
             return Err(io::ErrorKind::StorageFull.into());

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use dunlin_linux::regular;
 use dunlin_proto::journal::peer::{PEER_BLOCK_AT, PEER_BLOCK_BYTES, Principal, RecordedPeer};
 use dunlin_proto::journal::{
-    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, Unreadable, encode, newest,
+    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, Unreadable, encode,
+    newest,
 };
 use dunlin_proto::negotiate::SessionId;
 
