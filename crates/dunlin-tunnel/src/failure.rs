@@ -3,12 +3,14 @@
 use dunlin_proto::text::{harmless, with_causes};
 use std::error::Error;
 use std::fmt;
+use std::io::ErrorKind;
 
 use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::wire::DecodeError;
 
 use dunlin_lane::control::{ControlError, OpenError};
+use dunlin_lane::dial::DialError;
 use dunlin_lane::fault::fault_behind;
 
 /// A failure, with all of its causes in one text. Its `Display` prints what happened, who is at
@@ -19,6 +21,8 @@ pub struct Failure {
     text: String,
     /// Whether the peer reported the failure.
     of_peer: bool,
+    /// Whether the peer's host refused the connection.
+    connection_refused: bool,
 }
 
 impl Failure {
@@ -27,6 +31,7 @@ impl Failure {
             code,
             text: text.into(),
             of_peer: false,
+            connection_refused: false,
         }
     }
 
@@ -36,6 +41,7 @@ impl Failure {
             code,
             text: harmless(text),
             of_peer: true,
+            connection_refused: false,
         }
     }
 
@@ -65,6 +71,11 @@ impl Failure {
         &self.text
     }
 
+    /// Whether no process listens at the peer's address.
+    pub(super) fn is_connection_refused(&self) -> bool {
+        self.connection_refused
+    }
+
     /// The text, truncated to the limit of a message.
     pub(super) fn for_peer(&self) -> String {
         let mut text = self.text.clone();
@@ -91,7 +102,13 @@ impl From<OpenError> for Failure {
             OpenError::Refused(refusal) => Self::of_peer(refusal.fault, &refusal.text),
             _ => {
                 let code = fault_behind(&error).unwrap_or(error.fault());
-                Self::new(code, "cannot open a control lane").because(&error)
+                let refused = matches!(&error, OpenError::Dial(DialError::Connect { source, .. })
+                    if source.kind() == ErrorKind::ConnectionRefused);
+                let failure = Self::new(code, "cannot open a control lane").because(&error);
+                Self {
+                    connection_refused: refused,
+                    ..failure
+                }
             }
         }
     }

@@ -513,6 +513,12 @@ impl Hub {
         matches!(self.lock().control, Control::Up { .. })
     }
 
+    /// Whether the connection of a lane is open. A lane that is idle does not notice its end.
+    pub(super) fn has_lane(&self) -> bool {
+        let core = self.lock();
+        core.cutters.values().any(Canceller::is_established)
+    }
+
     /// Raises the number of lanes to `lanes`, or to the peer's limit.
     pub(super) fn raise_lanes(&self, lanes: u16) {
         let mut core = self.lock();

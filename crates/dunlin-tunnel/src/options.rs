@@ -413,7 +413,8 @@ pub struct Limits {
     /// accepts fewer, this side uses fewer.
     pub lanes: u16,
     /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
-    /// is for detecting the loss, half for resuming.
+    /// is for detecting the loss, half for resuming. If all connections to the peer are lost and its
+    /// host refuses new ones, a tenth is for resuming.
     pub vanished: Duration,
     /// Timeout for connecting to a target.
     pub connect: Duration,
@@ -463,6 +464,12 @@ impl Limits {
     /// How long the control lane may receive nothing before it counts as lost.
     pub(super) fn silence(&self) -> Duration {
         self.vanished / 2
+    }
+
+    /// How long the peer's host may refuse connections before its tunnel counts as ended. It is longer
+    /// than the restart of a packet filter takes.
+    pub(super) fn refused(&self) -> Duration {
+        self.vanished / 10
     }
 
     pub(super) fn timeouts(&self) -> Timeouts {

@@ -264,12 +264,14 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     }
 }
 
-/// Dials the control lane until it is up or the trunk has ended.
+/// Dials the control lane until it is up or the trunk has ended. If no lane is open, and the peer's
+/// host refuses the connections for some time, the process that had the trunk has ended.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;
     };
     let mut next = epoch;
+    let mut refused_since = None;
     while !hub.lock().control.is_over() {
         next = next.saturating_add(1);
         let deadline = Instant::now() + hub.site.limits.silence();
@@ -281,8 +283,18 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
                 // The process that answers is not the process that had the trunk.
                 return hub.end(FaultCode::UnknownSession);
             }
-            // Retry until the core ends the trunk after its timeout.
-            Err(_) => std::thread::sleep(REDIAL),
+            Err(failure) => {
+                let now = Instant::now();
+                let is_refused = failure.is_connection_refused();
+                refused_since = is_refused.then(|| refused_since.unwrap_or(now));
+                let limit = hub.site.limits.refused();
+                let is_gone = refused_since.is_some_and(|since| now - since >= limit);
+                if is_gone && !hub.has_lane() {
+                    return hub.end(FaultCode::ControlLost);
+                }
+                // Retry until the core ends the trunk after its timeout.
+                std::thread::sleep(REDIAL);
+            }
         }
     }
 }

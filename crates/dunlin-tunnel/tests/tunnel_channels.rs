@@ -376,6 +376,34 @@ fn a_vanished_peer_is_detected_within_the_limit() {
         .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
 }
 
+/// If all connections to the peer are lost and its host refuses new ones, its process has ended, and the
+/// trunk ends after a tenth of `vanished`. While a lane is open, the process runs, and the trunk ends
+/// after half of `vanished`.
+#[test]
+fn a_trunk_ends_soon_if_the_peers_process_has_ended() {
+    for has_lanes in [false, true] {
+        let pair = Pair::start(&Setup {
+            relayed: true,
+            ..Setup::default()
+        });
+        let (mut near, mut far) = pair.channel();
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+        let relay = pair.relay.as_ref().unwrap();
+        relay.unlisten();
+        let links = if has_lanes { 1 } else { relay.count() };
+        let begin = Instant::now();
+        (0..links).for_each(|link| relay.cut(link));
+        assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
+        let took = begin.elapsed();
+        let limits = match has_lanes {
+            false => Duration::from_secs(1)..Duration::from_secs(3),
+            true => Duration::from_secs(4)..Duration::from_secs(20),
+        };
+        assert!(limits.contains(&took), "{took:?}, {has_lanes}");
+    }
+}
+
 /// A channel to a target with a full backlog, and a connect timeout of a minute.
 fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     let pair = Pair::start(&Setup {

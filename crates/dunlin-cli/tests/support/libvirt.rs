@@ -97,7 +97,7 @@ impl Scene {
     }
 
     /// Kills the tunnel of a host. Waits until the other tunnel refuses redirected connections: for
-    /// up to 5 s it tries to reach the peer again, and accepts them.
+    /// a second it tries to reach the peer again, and accepts them.
     pub fn stop(&mut self, side: Side) {
         self.tunnels[side as usize] = None;
         if self.tunnels[side.other() as usize].is_some() {

@@ -18,6 +18,8 @@ pub struct Relay {
     pub address: SocketAddr,
     links: Arc<Mutex<Vec<Arc<Link>>>>,
     refuses: Arc<AtomicBool>,
+    /// Whether the next connection ends the listener.
+    ends: Arc<AtomicBool>,
     /// The number of the connection that is delayed.
     delayed: Arc<AtomicUsize>,
     /// Whether bytes from the far side are held.
@@ -44,15 +46,19 @@ impl Relay {
             address: listener.local_addr().unwrap(),
             links: Arc::default(),
             refuses: Arc::default(),
+            ends: Arc::default(),
             delayed: Arc::new(AtomicUsize::new(usize::MAX)),
             held: Arc::default(),
             answered: Arc::default(),
         };
         let own = relay.clone();
-        // The thread ends with the process.
+        // The thread ends with the process, or by `unlisten`.
         thread::spawn(move || {
             for near in listener.incoming() {
                 let near = near.unwrap();
+                if own.ends.load(Ordering::SeqCst) {
+                    return;
+                }
                 if own.refuses.load(Ordering::SeqCst) {
                     continue;
                 }
@@ -163,6 +169,12 @@ impl Relay {
     /// Closes every later connection at once, or forwards it again.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::SeqCst);
+    }
+
+    /// Closes the listener, so that the kernel refuses new connections.
+    pub fn unlisten(&self) {
+        self.ends.store(true, Ordering::SeqCst);
+        while TcpStream::connect(self.address).is_ok() {}
     }
 
     /// Swallows everything on all connections, and refuses new ones.

@@ -104,6 +104,13 @@ impl Canceller {
     pub fn traffic(&self) -> dunlin_linux::tcp::Traffic {
         dunlin_linux::tcp::traffic(&*self.0.stream).unwrap_or_default()
     }
+
+    /// Whether neither side has closed the lane's connection.
+    #[must_use]
+    #[cfg(feature = "unstable-internals")]
+    pub fn is_established(&self) -> bool {
+        dunlin_linux::tcp::is_established(&*self.0.stream).unwrap_or_default()
+    }
 }
 
 /// The lane's connection, and whether this side has cancelled it.
