@@ -2,6 +2,7 @@
 //!
 //! - [`debian`]: kernels, QEMU and other programs from Debian, cached; the machine's own packages
 //!   stay unchanged.
+//! - [`cloud_hypervisor`]: a guest in Cloud Hypervisor.
 //! - [`hosts`]: several hosts on one machine, and links between them that can be slow, long, cut or
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
@@ -13,6 +14,7 @@
 #![cfg(target_arch = "x86_64")]
 
 pub mod cache;
+pub mod cloud_hypervisor;
 pub mod debian;
 pub mod guest;
 pub mod hosts;

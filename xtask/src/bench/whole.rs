@@ -162,7 +162,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
             peers.extend([true, false].map(|tls| Peer::Qemu { channels, tls }));
         }
     }
-    if cloud_hypervisor::program().is_some() {
+    if dunlin_rig::cloud_hypervisor::program().is_some() {
         for connections in CONNECTIONS {
             let tls = true;
             peers.push(Peer::CloudHypervisor { connections, tls });
