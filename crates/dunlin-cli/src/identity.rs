@@ -2,22 +2,28 @@
 //! start and at each reload.
 
 use dunlin_lane::sync::lock;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin::lane::identity::{Identity, Layout, LoadOptions, Role};
+use dunlin::lane::identity::{Identity, Layout, LoadOptions, Role, Warning};
 use dunlin::lane::kernel::{Choice, choose};
 use dunlin::lane::offload::Offload;
 use dunlin::lane::peers::{Peer, Peers};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{CipherSuite, Crypto};
+use dunlin_linux::accounts::group_id;
 use serde::{Deserialize, Serialize};
 
 use crate::confine;
 use crate::options::text_of;
+
+/// The group of the services (dist/systemd/dunlin-sysusers.conf).
+pub(crate) const SERVICES: &str = "dunlin";
 
 /// This host's identity, and its peers.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
@@ -170,7 +176,21 @@ pub(crate) fn load_identity(
         warn_before: day * reading.expiry_warning,
     };
     let (identity, warnings) = Identity::load(directory, options).with_context(unusable)?;
-    Ok((identity, warnings.iter().map(ToString::to_string).collect()))
+    let warnings = warnings.iter().filter(|one| !is_for_services(one));
+    Ok((identity, warnings.map(ToString::to_string).collect()))
+}
+
+/// Whether a key is readable by the services' group alone, as `dunlin libvirt enable` and the
+/// documentation install it.
+fn is_for_services(warning: &Warning) -> bool {
+    const WRITE_OR_EXECUTE: u32 = 0o030;
+    let Warning::KeyOpenToGroup { path, mode } = warning else {
+        return false;
+    };
+    let Ok(Some(services)) = group_id(SERVICES) else {
+        return false;
+    };
+    mode & WRITE_OR_EXECUTE == 0 && fs::metadata(path).is_ok_and(|key| key.gid() == services)
 }
 
 /// TLS settings for a client of `to`, with the warnings from loading the identity.

@@ -327,6 +327,8 @@ fn the_identities_of_init_are_installed_for_the_services() {
     let _far = scene.tunnel("b");
     let first = enable("a", "b.test", "a.test").expect(0);
     assert!(first.out.contains("GiB/s"), "{}", first.out);
+    // There is no advice to take the key away from the services.
+    assert!(!first.err.contains("key.pem"), "{}", first.err);
     for (file, mode) in [("", 0o750), ("key.pem", 0o640), ("cert.pem", 0o640)] {
         let found = fs::metadata(scene.path("a", "etc").join(file)).unwrap();
         assert_eq!((found.mode() & 0o777, found.gid()), (mode, GROUP), "{file}");

@@ -11,14 +11,13 @@ use dunlin::lane::peers::Peer;
 use dunlin_ipsec::PortRange;
 use dunlin_lane::identity::{Role, Summary};
 
+pub(super) use crate::identity::SERVICES as GROUP;
 use crate::identity::{Reading, load_identity};
 
 /// Where certificates are searched for, in this order.
 pub(crate) const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
 /// The users of QEMU in Debian and in Fedora.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
-/// The group of the services (dist/systemd/dunlin-sysusers.conf).
-pub(super) const GROUP: &str = "dunlin";
 /// Programs that may listen on a toolstack's ports: QEMU during a migration, and libvirt.
 const TOOLSTACK: [&str; 3] = ["qemu", "libvirtd", "virtqemud"];
 
