@@ -135,8 +135,8 @@ fn without_the_packet_filter_one_command_migrates_a_machine_and_back() {
         );
     }
 
-    // Without B's tunnel it fails when B's host has refused connections for a second, the machine stays,
-    // and no socket is left.
+    // Without B's tunnel a migration fails when B's host has refused connections for a second. The
+    // machine stays, and no socket is left.
     scene.tunnels[Side::B as usize] = None;
     let wire = scene.count(&[&vm]);
     let ended = begin(&scene, Side::A, &vm, "").wait(TIMEOUT).unwrap();
