@@ -349,6 +349,9 @@ fn obsolete_records_are_removed_when_the_vm_moves_again() {
         let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
+        // Session 9: the VM ran here and moved on. The peer offers it again, so it has its answer.
+        let moved_on = State::Destination(DestinationRecord::MovedOn);
+        leave(&journal, 9, moved_on, &ours);
         // Session 3: the VM ran here, and the source may not have learnt that.
         leave(&journal, 3, RUNNING, &ours);
         // Session 4: another peer's record. Session 8: the record of a peer with the same name and
