@@ -308,6 +308,18 @@ fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (
 }
 
 fn in_doubt_with(hosts: &Hosts, state: &Memory, guest: &str) -> (Process, String, (Proxy, String)) {
+    let (from, proxy) = in_doubt_after(hosts, guest, |_| {});
+    let sources: Vec<String> = state.sources();
+    assert_eq!(sources.len(), 1, "{sources:?}");
+    (from, sources[0].clone(), proxy)
+}
+
+/// Like [`in_doubt_with`], but calls `meanwhile` after the source has recorded its session.
+fn in_doubt_after(
+    hosts: &Hosts,
+    guest: &str,
+    meanwhile: impl FnOnce(&Process),
+) -> (Process, (Proxy, String)) {
     let from = hosts.run("1", guest);
     let mut to = hosts.receive("b", "2", "");
     let (proxy, direct) = (Proxy::to(&to.address), to.address.clone());
@@ -315,15 +327,43 @@ fn in_doubt_with(hosts: &Hosts, state: &Memory, guest: &str) -> (Process, String
     let client = hosts.begin(&from, &to, "a", "--peer b.test --doubt-limit 1s");
     client.wait_for("paused");
     proxy.hold(Duration::from_millis(600));
+    meanwhile(&from);
     client.wait_for("committing");
     proxy.cut();
     to.kill();
     let (code, last) = client.ended();
     assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
     assert_eq!(hosts.status(&from)["state"], "in-doubt");
-    let sources: Vec<String> = state.sources();
-    assert_eq!(sources.len(), 1, "{sources:?}");
-    (from, sources[0].clone(), (proxy, direct))
+    (from, (proxy, direct))
+}
+
+/// Another process has a VM with the same UUID in doubt. It releases its record for a moment when
+/// its migration ends, before it takes it again.
+#[test]
+fn i1_a_process_takes_no_record_of_another_process_with_the_same_uuid() {
+    const OTHER: u8 = 7;
+    let hosts = Hosts::new();
+    let state = Memory::of(&hosts.scratch);
+    let guest = format!("--guest process {GUEST}");
+    let (from, _) = in_doubt_after(&hosts, &guest, |from| {
+        let status = hosts.status(from);
+        let uuid = u128::from_str_radix(status["uuid"].as_str().unwrap(), 16).unwrap();
+        let other = source(SourceRecord::Committing);
+        drop(state.hold(OTHER, other, |record| {
+            record.vm_uuid = uuid.to_be_bytes();
+            record.owner = hosts.scratch.join("elsewhere.sock").display().to_string();
+            // The journal lists newer sessions later, and a process looks at them first.
+            record.started_ms = u64::MAX;
+        }));
+    });
+    let other = format!("{OTHER:02x}").repeat(16);
+    assert_eq!(listed(&state, &other)["process"], "died");
+    let own = state.sources().into_iter().find(|one| *one != other);
+    let own = own.unwrap();
+    assert_eq!(listed(&state, &own)["process"], "lives");
+    state.ask(&format!("resolve {own} --run-here")).expect(0);
+    assert_eq!(state.sources(), [other]);
+    hosts.assert_runs(&from);
 }
 
 #[test]

@@ -421,8 +421,10 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// The record of the session that left this VM in doubt.
+    /// The record of the session that left this VM in doubt. Another process may have a VM with the
+    /// same UUID in doubt, so the record must name this process.
     fn record_of(&self, vm: &Movable) -> Record {
+        let owner = self.owner();
         let found = self.journal.list().unwrap_or_else(|error| {
             self.warn(&format!("cannot read the journal: {error}"));
             Vec::new()
@@ -433,7 +435,8 @@ impl ControlService {
             .filter(|entry| {
                 entry.role == Role::Source
                     && matches!(&entry.record, Ok(Some(record))
-                        if record.vm_uuid == vm.vm().config().uuid
+                        if record.owner == owner
+                            && record.vm_uuid == vm.vm().config().uuid
                             && matches!(record.state, State::Source(
                                 SourceRecord::Committing | SourceRecord::RanThenDied)))
             })
