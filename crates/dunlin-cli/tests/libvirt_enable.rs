@@ -9,7 +9,9 @@ mod support;
 mod tunnel;
 
 use std::fs;
+use std::net::{Ipv4Addr, UdpSocket};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::Family;
 use etc::{GROUP, RESERVED, Scene};
@@ -345,4 +347,24 @@ fn the_identities_of_init_are_installed_for_the_services() {
     );
     let after = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
     assert_eq!(after, config);
+}
+
+/// The resolver alone would wait for 30 seconds.
+#[test]
+fn a_name_server_that_does_not_answer_is_given_up() {
+    let Some(scene) = Scene::new() else { return };
+    let server = scene.a.run(|| UdpSocket::bind((Ipv4Addr::LOCALHOST, 53)));
+    let server = server.unwrap().unwrap();
+    let settings = scene.files.scratch.join("resolv.conf");
+    let text = "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n";
+    fs::write(&settings, text).unwrap();
+    let first = format!("mount --bind {} /etc/resolv.conf", settings.display());
+    let began = Instant::now();
+    let refused = scene.enable_after("a", &first, "--dry-run --peer slow.test");
+    assert!(began.elapsed() < Duration::from_secs(20), "{refused:?}");
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.err.contains("slow.test"), "{}", refused.err);
+    // The server has the question.
+    server.set_nonblocking(true).unwrap();
+    assert!(server.recv(&mut [0; 512]).unwrap() > 0);
 }

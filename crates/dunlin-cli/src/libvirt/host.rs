@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::net::{IpAddr, ToSocketAddrs};
+use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +13,7 @@ use dunlin_lane::identity::{Role, Summary};
 
 pub(super) use crate::identity::SERVICES as GROUP;
 use crate::identity::{Reading, load_identity};
+use crate::tunnel::look_up;
 
 /// Where certificates are searched for, in this order.
 pub(crate) const IDENTITIES: [&str; 3] = ["/etc/dunlin", "/etc/pki/qemu", "/etc/pki"];
@@ -35,12 +36,10 @@ pub(super) fn peer(text: &str) -> Result<NamedPeer> {
     let (host, identity) = text.split_once('=').unwrap_or((text, text));
     identity
         .parse::<Peer>()
-        .with_context(|| format!("invalid --peer {text}"))?;
-    let found = (host, 0).to_socket_addrs();
-    let found = found.with_context(|| {
+        .with_context(|| format!("peer {text}"))?;
+    let mut addresses = look_up(host).with_context(|| {
         format!("cannot resolve {host}: correct --peer, or add the name to /etc/hosts")
     })?;
-    let mut addresses: Vec<IpAddr> = found.map(|one| one.ip().to_canonical()).collect();
     addresses.sort_unstable();
     addresses.dedup();
     if let Some(own) = addresses.iter().find(|one| one.is_loopback()) {
