@@ -20,7 +20,8 @@
 //! vCPUs), `vcpu` (a vCPU's thread), `process` (a process guest), `common` (shared by both kinds of
 //! guest), `dirty` (KVM's dirty log), `digests` (of memory by page), `state` (saving and loading),
 //! `cpuid`, `wire` (encoding), `cgroup` (memory limits of the process), `support` (what KVM offers
-//! here), and `kvm`, the only module with `unsafe`.
+//! here), and `kvm`, the only module with `unsafe`. With the feature `measuring`, `entries` measures
+//! entries into a guest.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
@@ -33,6 +34,8 @@ mod cpuid;
 mod describe;
 mod digests;
 mod dirty;
+#[cfg(feature = "measuring")]
+pub mod entries;
 mod fill;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;

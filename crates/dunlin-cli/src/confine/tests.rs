@@ -17,6 +17,7 @@ use std::process::Command;
 
 use dunlin_linux::epoll::{Epoll, Readiness};
 use dunlin_linux::{affinity, clock, poll};
+use dunlin_microvm::entries::Entries;
 use dunlin_test_base::Scratch;
 use dunlin_test_base::need::or_skip;
 use nix::errno::Errno;
@@ -350,6 +351,36 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     );
 }
 
+/// Entries into the guest that one process measures.
+const ENTRIES: u32 = 1_000_000;
+/// Processes of each kind.
+const ROUNDS: usize = 15;
+
+/// Measures what the filter of system calls adds to an entry into the guest: KVM_RUN, for a guest
+/// that leaves at once. Processes with and without the filter take turns.
+///
+/// `cargo test --release -p dunlin-cli -- --ignored --nocapture the_cost_of_the_filter`
+#[test]
+#[ignore = "a measurement, which needs a quiet machine"]
+fn the_cost_of_the_filter_at_each_entry_into_the_guest() {
+    let kinds = ["entries-unfiltered", "entries"];
+    let mut all = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        for (kind, times) in kinds.iter().zip(&mut all) {
+            times.push(confined(kind)["entry"].parse::<u64>().unwrap());
+        }
+    }
+    let medians = all.map(|mut times| {
+        times.sort_unstable();
+        (times[ROUNDS / 2], times[0], times[ROUNDS - 1])
+    });
+    for (kind, (median, least, most)) in kinds.iter().zip(&medians) {
+        println!("{kind}: {median} ns for each entry ({least} to {most})");
+    }
+    let added = i128::from(medians[1].0) - i128::from(medians[0].0);
+    println!("the filter adds {added} ns");
+}
+
 #[test]
 fn missing_kernel_support_is_reported_or_an_error() {
     // A filter that forbids Landlock and further filters simulates a kernel that has neither.
@@ -499,6 +530,19 @@ fn inside() {
             keep_privileges(&[], "no privileges").unwrap();
             change_root(&directory);
             try_everything(&directory);
+        }
+        "entries" | "entries-unfiltered" => {
+            let mut entries = Entries::new().unwrap();
+            if parts == "entries" {
+                calls::apply(calls::Work::Guest {
+                    makes_sockets: false,
+                    ipsec: false,
+                })
+                .unwrap();
+            }
+            entries.measure(ENTRIES / 10).unwrap();
+            let took = entries.measure(ENTRIES).unwrap();
+            println!("\ntried entry: {}", took.as_nanos() / u128::from(ENTRIES));
         }
         "nothing-left" => {
             calls::apply(calls::Work::Guest {
