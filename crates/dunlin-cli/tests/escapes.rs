@@ -8,12 +8,15 @@
 
 #[path = "support/accept.rs"]
 mod accept;
+#[path = "support/status.rs"]
+mod status;
 mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
 use std::fs;
 use std::io::IoSlice;
+use std::net::TcpListener;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -377,4 +380,61 @@ fn an_attacker_in_an_acceptor_of_hand_offs() {
     assert_eq!(removed, Err(Errno::EACCES));
     drop(captive);
     assert!(accept.process.child.try_wait().unwrap().is_none());
+}
+
+/// Claim H18 of docs/security.
+#[test]
+fn an_attacker_in_the_process_that_serves_the_page() {
+    let (scratch, foreign) = (Scratch::new(), foreign());
+    let own = scratch.join("own");
+    fs::write(&own, "content").unwrap();
+    let page = status::Page::start(scratch.path());
+    let captive = Captive::of(page.process.child.id());
+    assert_imprisoned(&captive, &foreign);
+    assert!(captive.open(&own, libc::O_RDONLY).is_ok());
+    for (path, flags) in [
+        (foreign.join("read"), libc::O_RDONLY),
+        (own, libc::O_WRONLY),
+        (scratch.join("new"), libc::O_WRONLY | libc::O_CREAT),
+    ] {
+        let opened = captive.open(&path, flags);
+        assert_eq!(opened, Err(Errno::EACCES), "{}", path.display());
+    }
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        let made = captive.socket(family, libc::SOCK_STREAM, 0);
+        assert_eq!(made, Err(Errno::ENOSYS), "family {family}");
+    }
+    for (what, number) in [("bind", libc::SYS_bind), ("listen", libc::SYS_listen)] {
+        assert_eq!(captive.call(number, [0; 3]), Err(Errno::ENOSYS), "{what}");
+    }
+    drop(captive);
+    page.get("/");
+}
+
+/// At a TCP port, the process has sockets that it could use to connect to other hosts.
+///
+/// Claim H18 of docs/security.
+#[test]
+fn an_attacker_in_a_process_that_serves_the_page_over_tcp() {
+    let scratch = Scratch::new();
+    let mut serve = words("serve-status --confine yes --listen 127.0.0.1:0 --control");
+    serve.arg(scratch.path());
+    let served = support::process::Process::start(serve);
+    served.wait_for("listening on");
+    let captive = Captive::of(served.child.id());
+    let there = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut address = [0; 16];
+    address[0] = 2;
+    let port = there.local_addr().unwrap().port();
+    address[2..4].copy_from_slice(&port.to_be_bytes());
+    address[4..8].copy_from_slice(&[127, 0, 0, 1]);
+    let at = captive.put(&address);
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", served.child.id())).unwrap();
+    let connected: Vec<_> = descriptors
+        .map(|one| one.unwrap().file_name().into_string().unwrap())
+        .map(|number| captive.call(libc::SYS_connect, [number.parse().unwrap(), at, 16]))
+        .collect();
+    // Without the restriction, the error of the listener would be EISCONN.
+    assert!(connected.contains(&Err(Errno::EACCES)), "{connected:?}");
+    assert!(!connected.iter().any(Result::is_ok), "{connected:?}");
 }
