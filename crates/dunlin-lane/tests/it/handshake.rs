@@ -454,6 +454,80 @@ fn i6_a_peer_without_tls_is_an_error_and_gets_only_a_client_hello() {
     assert!(got.is_empty());
 }
 
+/// Peers that offer and accept TLS 1.2 only, with certificates of the authority.
+///
+/// Claim N7 of docs/security.
+#[test]
+fn i6_a_peer_with_an_older_tls_is_refused_on_either_side() {
+    const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS12];
+    let provider = || Arc::new(rustls::crypto::ring::default_provider());
+    let authority = Authority::new();
+    let [near, far] = [SOURCE, DESTINATION].map(|name| authority.host(&[name]));
+    let mut roots = rustls::RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(near.join("ca-cert.pem")).unwrap())
+        .unwrap();
+    let mut older_client = rustls::ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(VERSIONS)
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain(&near), key(&near))
+        .unwrap();
+    older_client.alpn_protocols = vec![ALPN.to_vec()];
+    let mut older_server = rustls::ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(VERSIONS)
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(chain(&far), key(&far))
+        .unwrap();
+    older_server.alpn_protocols = vec![ALPN.to_vec()];
+    let (older_client, older_server) = (Arc::new(older_client), Arc::new(older_server));
+    let source = client(&load(&near), names(&[DESTINATION]));
+    let destination = server(&load(&far), names(&[SOURCE]));
+    for is_control in [false, true] {
+        let (ours, theirs) = pair();
+        let config = Arc::clone(&older_client);
+        let name = DESTINATION.try_into().unwrap();
+        let older = rustls::ClientConnection::new(config, name).unwrap();
+        let older = in_handshake(older.into(), theirs);
+        let error = match is_control {
+            true => control::server(ours, &destination, soon()).unwrap_err(),
+            false => handshake::server(ours, &destination, soon()).unwrap_err(),
+        };
+        assert!(matches!(error, HandshakeError::Incompatible(_)), "{error}");
+        assert!(older.join().unwrap().contains("ProtocolVersion"));
+
+        let (ours, theirs) = pair();
+        let older = rustls::ServerConnection::new(Arc::clone(&older_server)).unwrap();
+        let older = in_handshake(older.into(), theirs);
+        let error = match is_control {
+            true => control::client(ours, &source, soon()).unwrap_err(),
+            false => handshake::client(ours, &source, soon()).unwrap_err(),
+        };
+        let protocol_version = Alert(70);
+        assert!(
+            matches!(error, HandshakeError::PeerAlert(alert) if alert == protocol_version),
+            "{error}"
+        );
+        older.join().unwrap();
+    }
+}
+
+/// Carries out a handshake on another thread; returns its error.
+fn in_handshake(
+    mut connection: rustls::Connection,
+    mut stream: TcpStream,
+) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        while connection.is_handshaking() {
+            if let Err(error) = connection.complete_io(&mut stream) {
+                return error.to_string();
+            }
+        }
+        String::new()
+    })
+}
+
 #[test]
 fn i7_a_handshake_with_a_stalled_peer_ends_at_the_deadline() {
     const LIMIT: Duration = Duration::from_millis(300);
