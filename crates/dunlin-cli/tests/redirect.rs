@@ -371,6 +371,7 @@ fn a_changed_configuration_is_noticed_until_it_is_applied() {
     finish(net.redirect(&net.a, "apply")).expect(1);
 }
 
+/// Claim H14 of docs/security.
 #[test]
 fn watch_writes_each_change_to_its_file() {
     let Some(net) = Net::new() else { return };

@@ -123,3 +123,22 @@ fn state(run: &RunPath, wanted: &Wanted) -> Result<State> {
     let table = Table::live()?;
     Ok(State::of(table.as_ref(), run.record()?.as_ref(), wanted))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use clap::FromArgMatches;
+
+    use super::*;
+
+    /// The units give no interval.
+    ///
+    /// Claim H14 of docs/security.
+    #[test]
+    fn the_rules_are_compared_every_ten_seconds() {
+        let flags = Watch::augment_args(clap::Command::new("watch"));
+        let flags = flags.try_get_matches_from(["watch"]).unwrap();
+        let watch = Watch::from_arg_matches(&flags).unwrap();
+        assert_eq!(watch.interval, Duration::from_secs(10));
+    }
+}

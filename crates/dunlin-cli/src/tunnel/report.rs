@@ -111,3 +111,47 @@ pub(crate) fn unix(time: SystemTime) -> (u64, u64) {
     let milliseconds = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
     (since.as_secs(), milliseconds)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Map, Value};
+
+    use super::*;
+
+    /// The fields that docs/wire/tunnel.md lists.
+    ///
+    /// Claim P25 of docs/security.
+    #[test]
+    fn a_report_has_the_documented_fields_and_no_other() {
+        let text = || Some("x".to_owned());
+        let report = Report {
+            version: text(),
+            kernel: text(),
+            records: text(),
+            why: text(),
+            library: text(),
+            tcp_rmem: Some(1),
+            tcp_wmem: Some(1),
+            certificate_ends_s: Some(1),
+            clock_ms: None,
+            rules: text(),
+        };
+        let reporter = Reporter {
+            report: Arc::new(Mutex::new(report)),
+            rules: Rules::in_directory(Path::new("/none")),
+        };
+        let sent: Map<String, Value> = serde_json::from_str(&reporter.text()).unwrap();
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/wire/tunnel.md");
+        let page = fs::read_to_string(page).unwrap();
+        let (_, listed) = page.split_once("Its fields, all optional:").unwrap();
+        let (listed, _) = listed.split_once("The asking side").unwrap();
+        let words = listed.split('`').skip(1).step_by(2);
+        // `auto` is a value of another setting.
+        let mut fields: Vec<_> = words.filter(|word| *word != "auto").collect();
+        fields.sort_unstable();
+        assert!(sent.keys().eq(&fields), "{:?}, not {fields:?}", sent.keys());
+    }
+}
