@@ -609,10 +609,17 @@ fn i7_an_endless_flight_is_refused_at_the_limit() {
         );
         peer.join().unwrap();
     }
-    let (near, mut far) = pair();
-    far.write_all(&[22, 3, 3, 0xff, 0xff]).unwrap();
-    let error = handshake::client(near, &any_client(), soon()).unwrap_err();
-    assert!(matches!(error, HandshakeError::TooLong), "{error}");
+    // The longest record that its header can state, and one that is a byte longer than allowed.
+    for length in [u16::MAX, 16_641] {
+        let (near, mut far) = pair();
+        let [high, low] = length.to_be_bytes();
+        far.write_all(&[22, 3, 3, high, low]).unwrap();
+        let error = handshake::client(near, &any_client(), soon()).unwrap_err();
+        assert!(
+            matches!(error, HandshakeError::TooLong),
+            "{length}: {error}"
+        );
+    }
 }
 
 #[test]
