@@ -11,11 +11,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::Migration;
+use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, destination};
 use dunlin::lane::control;
-use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
+use dunlin_proto::negotiate::{
+    Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
+};
 use dunlin_test_support::engine::*;
-use dunlin_test_support::hostile::{Before, alone, open_files};
+use dunlin_test_support::hostile::{Before, alone, open_files, threads};
+use dunlin_test_support::lane::soon;
 
 /// The number of connections that a flood keeps open. It is low enough that this process needs no
 /// more than the usual thousand descriptors.
@@ -90,27 +94,28 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
     let (client, server) = tls();
     let options = impatient();
     let quiet = undisturbed(&client, &server);
-    let before = Before::now();
+    let (before, threads_before) = (Before::now(), threads());
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
-    let (flooded, most_files, flood_took) = thread::scope(|scope| {
+    let (flooded, most_files, most_threads, flood_took) = thread::scope(|scope| {
         let migrating = scope.spawn(|| migrate(to, &client));
         receiving
             .await_event(|event| matches!(event, destination::DestinationEvent::LaneUp { .. }));
         let began = Instant::now();
         let mut held = VecDeque::new();
-        let mut most_files = 0;
+        let (mut most_files, mut most_threads) = (0, 0);
         for number in 0..1000 {
             held.extend(stranger(to, number));
             if held.len() > HELD {
                 held.pop_front();
             }
             most_files = most_files.max(open_files());
+            most_threads = most_threads.max(threads());
         }
         let flood_took = began.elapsed();
         // The unauthenticated clients stay connected until the session has ended.
         let flooded = migrating.join().unwrap().1;
-        (flooded, most_files, flood_took)
+        (flooded, most_files, most_threads, flood_took)
     });
     receiving.finish(false).0.unwrap();
     let peak = before.peak_bytes();
@@ -125,6 +130,9 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
     // This process has descriptors for the flood's own connections, for the pending connections and
     // for the session.
     assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
+    // No thread belongs to a stranger: the others are those of the session and of this test.
+    let most_threads = most_threads - threads_before;
+    assert!(most_threads < 32, "{most_threads} threads");
     assert!(peak < (96 + 32) << 20, "{peak}");
 }
 
@@ -199,7 +207,7 @@ fn i7_an_authenticated_flood_is_refused_as_busy() {
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let to = receiving.address;
     let (stop, asked) = (AtomicBool::new(false), AtomicU64::new(0));
-    let most_files = AtomicUsize::new(0);
+    let (busy, most_files) = (AtomicU64::new(0), AtomicUsize::new(0));
     let took = thread::scope(|scope| {
         let migrating = scope.spawn(|| migrate(to, &client).1);
         receiving
@@ -207,8 +215,13 @@ fn i7_an_authenticated_flood_is_refused_as_busy() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !stop.load(Ordering::SeqCst) {
-                    ask(to, &client);
+                    let refused = ask(to, &client);
                     asked.fetch_add(1, Ordering::SeqCst);
+                    // Without an answer, the destination had too many connections to look at.
+                    if let Some(fault) = refused {
+                        assert_eq!(fault, FaultCode::Busy);
+                        busy.fetch_add(1, Ordering::SeqCst);
+                    }
                     most_files.fetch_max(open_files(), Ordering::SeqCst);
                 }
             });
@@ -227,17 +240,15 @@ fn i7_an_authenticated_flood_is_refused_as_busy() {
         peak >> 10
     );
     assert_undisturbed(took, quiet);
+    assert!(busy.into_inner() > 0);
     assert!(files < 64 + 40, "{files}");
     assert!(peak < (96 + 32) << 20, "{peak}");
 }
 
-fn ask(to: SocketAddr, tls: &dunlin::lane::policy::ClientTls) {
-    let Ok(stream) = TcpStream::connect_timeout(&to, Duration::from_secs(5)) else {
-        return;
-    };
-    let Ok(stream) = control::client(stream, tls, dunlin_test_support::lane::soon()) else {
-        return;
-    };
+/// Asks for a session; returns the fault code of the refusal, if an answer arrives.
+fn ask(to: SocketAddr, tls: &dunlin::lane::policy::ClientTls) -> Option<FaultCode> {
+    let stream = TcpStream::connect_timeout(&to, Duration::from_secs(5)).ok()?;
+    let stream = control::client(stream, tls, soon()).ok()?;
     let offer = Offer {
         versions: VERSIONS,
         optional: Features::NONE,
@@ -249,8 +260,16 @@ fn ask(to: SocketAddr, tls: &dunlin::lane::policy::ClientTls) {
     };
     let mut bytes = Vec::new();
     offer.encode(&mut bytes).unwrap();
-    let _ = stream.send(&bytes);
-    let _ = stream.receive(&mut [0; 64], dunlin_test_support::lane::soon());
+    stream.send(&bytes).ok()?;
+    let mut prelude = [0; PRELUDE_BYTES];
+    stream.receive_exact(&mut prelude, soon()).ok()?;
+    let prelude = Prelude::decode(&prelude).unwrap();
+    let mut body = vec![0; prelude.body_bytes];
+    stream.receive_exact(&mut body, soon()).ok()?;
+    match Opening::decode(&prelude, &body).unwrap() {
+        Opening::Refuse(_, refusal) => Some(refusal.fault),
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Claim H3 of docs/security.
@@ -277,11 +296,8 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
         let mut stream = TcpStream::connect(to).unwrap();
         while stream.write_all(&[0; 65536]).is_ok() {}
     });
-    let stranger = dunlin::lane::control::client(
-        TcpStream::connect(to).unwrap(),
-        &stranger,
-        dunlin_test_support::lane::soon(),
-    );
+    let stranger =
+        dunlin::lane::control::client(TcpStream::connect(to).unwrap(), &stranger, soon());
     assert!(stranger.is_err());
     let _plain = peer::open_lane(
         to,

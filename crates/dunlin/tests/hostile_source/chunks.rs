@@ -95,6 +95,7 @@ fn i7_chunks_that_lie_end_the_session() {
     }
 }
 
+/// Claim P2 of docs/security.
 #[test]
 fn i4_marks_and_ends_that_lie_end_the_session() {
     let mark = |iteration| frame(Frame::Mark { iteration });
@@ -315,6 +316,7 @@ fn i8_a_source_that_reads_no_acknowledgements_takes_no_memory() {
     assert!(result.is_err());
 }
 
+/// Claim P2 of docs/security.
 #[test]
 fn i7_numbers_that_are_not_one_after_the_other_end_the_session() {
     for (lie, step, text) in [

@@ -133,7 +133,7 @@ fn stack_kib() -> u64 {
     kib.filter(|kib: &u64| (2000..2100).contains(kib)).sum()
 }
 
-/// Claim A7 of docs/security.
+/// Claims A7, P6 of docs/security.
 #[test]
 fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let _alone = alone();

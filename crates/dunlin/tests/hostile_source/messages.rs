@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Message, Section};
+use dunlin_proto::limits::MAX_SECTIONS;
 use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::hostile::*;
 use dunlin_test_support::lane::soon;
@@ -76,7 +77,7 @@ fn i7_control_messages_that_lie_end_the_session() {
     }
 }
 
-/// Claim P1 of docs/security.
+/// Claims A8, P1 of docs/security.
 #[test]
 fn i7_counts_that_lie_end_the_session() {
     let text = "memory or state is missing";
@@ -242,29 +243,37 @@ fn i1_i2_lies_after_running_change_nothing() {
 /// Claim P7 of docs/security.
 #[test]
 fn i7_i8_more_state_than_the_bound_ends_it() {
-    refused_by_destination(
-        "section: more than 32 MiB",
-        MALFORMED,
-        "state over the limit",
-        |victim| {
-            let mut liar = victim.liar();
-            let section = Message::Section(Section {
-                name: "much".into(),
-                instance: 0,
-                version: 1,
-                required: false,
-                bytes: vec![1; 1_000_000],
-            });
-            // If the destination closes while its window is full, TCP does not report
-            // the close.
-            let limit = Some(Duration::from_millis(300));
-            let socket = liar.peer.stream.socket();
-            socket.set_write_timeout(limit).unwrap();
-            socket.set_read_timeout(limit).unwrap();
-            while liar.peer.send(&section) {}
-            liar.into()
-        },
-    );
+    let over = "state over the limit";
+    refused_by_destination("section: more than 32 MiB", MALFORMED, over, |victim| {
+        let mut liar = victim.liar();
+        let section = section(1_000_000);
+        // If the destination closes while its window is full, TCP does not report
+        // the close.
+        let limit = Some(Duration::from_millis(300));
+        let socket = liar.peer.stream.socket();
+        socket.set_write_timeout(limit).unwrap();
+        socket.set_read_timeout(limit).unwrap();
+        while liar.peer.send(&section) {}
+        liar.into()
+    });
+    // The sections are small, but each one takes memory.
+    refused_by_destination("section: one too many", MALFORMED, over, |victim| {
+        let mut liar = victim.liar();
+        for _ in 0..=MAX_SECTIONS {
+            liar.peer.send(&section(1));
+        }
+        liar.into()
+    });
+}
+
+fn section(bytes: usize) -> Message {
+    Message::Section(Section {
+        name: "much".into(),
+        instance: 0,
+        version: 1,
+        required: false,
+        bytes: vec![1; bytes],
+    })
 }
 
 #[test]

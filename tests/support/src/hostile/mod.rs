@@ -46,6 +46,11 @@ fn files() -> Vec<std::path::PathBuf> {
         .collect()
 }
 
+/// The number of threads of this process.
+pub fn threads() -> usize {
+    fs::read_dir("/proc/self/task").unwrap().count()
+}
+
 /// The number of the engine's threads.
 pub fn engine_threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
