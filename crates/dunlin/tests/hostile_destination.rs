@@ -171,6 +171,16 @@ fn i7_lies_instead_of_accept_are_refused() {
         });
         until_it_hangs_up(&mut peer);
     });
+    let two = one_lane().to_builder().lanes(2).build().unwrap();
+    let ends = stays(FaultCode::LaneLimit, "over the destination's limit");
+    refused_by_source("accept: too few lanes", ends, &two, |listener, tls| {
+        let mut peer = described(listener, tls);
+        peer.send(&Message::Accept(Accept {
+            lanes_max: 1,
+            ..accept_message()
+        }));
+        until_it_hangs_up(&mut peer);
+    });
     // The offset of the lane count in *accept*. The endpoint count follows it.
     let lanes_at = CONTROL_HEADER_BYTES + 32;
     let lies: [(&str, usize, &[u8], &str); 3] = [

@@ -61,6 +61,26 @@ fn i2_a_destination_that_repeats_messages_in_the_last_pass_is_given_up() {
     );
 }
 
+/// The destination has received everything.
+///
+/// Claim P20 of docs/security.
+#[test]
+fn i2_a_destination_that_repeats_messages_instead_of_ready_is_given_up() {
+    refused_by_source(
+        "ready: lane up again and again instead",
+        (
+            FaultCode::ControlLost,
+            VmIs::AtSource,
+            "did not answer ready",
+        ),
+        &brief(),
+        |listener, tls| {
+            let mut peer = finalised(listener, tls);
+            repeat(&mut peer, &Message::LaneUp { lane: 1 });
+        },
+    );
+}
+
 /// An answer about another attempt decides nothing.
 ///
 /// Claim P20 of docs/security.

@@ -258,6 +258,14 @@ fn a_damaged_record_is_reported_and_kept() {
         matches!(error, IpsecError::Unreadable { line: 3, .. }),
         "{error}"
     );
+    // A file without a line, longer than any header.
+    fs::write(&path, [b'x'; 300]).unwrap();
+    let error = directory.records().left().unwrap().remove(0).unwrap_err();
+    assert!(
+        matches!(error, IpsecError::Unreadable { line: 1, .. }),
+        "{error}"
+    );
+    assert!(path.exists());
 }
 
 #[test]

@@ -236,7 +236,9 @@ fn i1_i2_lies_after_running_change_nothing() {
             while liar.peer.receive().is_some() {}
         });
         assert!(result.unwrap(), "{lie}");
-        assert_eq!(runs(&builder.built.unwrap()), 1, "{lie}");
+        let vm = builder.built.unwrap();
+        assert_eq!(runs(&vm), 1, "{lie}");
+        assert!(!vm.calls().contains(&"discard"), "{lie}");
     }
 }
 
