@@ -310,13 +310,18 @@ fn remove_leaves_nothing() {
 }
 
 /// Changes of the rules, and whether `show` calls the table missing afterwards.
-const CHANGES: [(&str, bool); 6] = [
+const CHANGES: [(&str, bool); 7] = [
     ("flush ruleset", true),
     ("delete table inet dunlin", true),
     ("flush chain inet dunlin nat_output", false),
     ("delete chain inet dunlin forward", false),
     ("insert rule inet dunlin input accept", false),
     ("add chain inet dunlin more", false),
+    // A rule that the chain has already, at another place.
+    (
+        "add rule inet dunlin output fib daddr type local return",
+        false,
+    ),
 ];
 
 /// Claim H14 of docs/security.

@@ -481,6 +481,10 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
     );
     assert_eq!(page.send(lines.as_bytes()).0, 431);
 
+    // A request without an end is refused at the limit, and not when its time is over.
+    let endless = format!("GET / HTTP/1.1\r\nA: {}", "x".repeat(64 << 10));
+    assert!([0, 431].contains(&page.send(endless.as_bytes()).0));
+
     // More clients than the process serves at a time. They send at most one byte, and do not read.
     let mut idle: Vec<UnixStream> = (0..64).map(|_| page.connect()).collect();
     for stream in &mut idle[..40] {
@@ -488,6 +492,8 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
         let _ = stream.write_all(b"G");
     }
     let began = Instant::now();
+    let refused = get("/", "localhost");
+    assert!([0, 503].contains(&refused), "{refused}");
     while get("/", "localhost") != 200 {
         assert!(
             began.elapsed() < Duration::from_secs(20),

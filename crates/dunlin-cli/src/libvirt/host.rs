@@ -36,7 +36,7 @@ pub(super) fn peer(text: &str) -> Result<NamedPeer> {
     let (host, identity) = text.split_once('=').unwrap_or((text, text));
     identity
         .parse::<Peer>()
-        .with_context(|| format!("peer {text}"))?;
+        .with_context(|| format!("invalid --peer {text}"))?;
     let mut addresses = look_up(host).with_context(|| {
         format!("cannot resolve {host}: correct --peer, or add the name to /etc/hosts")
     })?;

@@ -137,7 +137,9 @@ mod tests {
     #[test]
     fn the_rules_are_compared_every_ten_seconds() {
         let flags = Watch::augment_args(clap::Command::new("watch"));
-        let flags = flags.try_get_matches_from(["watch"]).unwrap();
+        let flags = flags
+            .try_get_matches_from(["watch", "--config", "x"])
+            .unwrap();
         let watch = Watch::from_arg_matches(&flags).unwrap();
         assert_eq!(watch.interval, Duration::from_secs(10));
     }
