@@ -341,23 +341,40 @@ impl Line {
     /// Prints the line as JSON or as text for people. A line that peers can cause at any time is
     /// lost if no process reads standard output.
     pub(crate) fn say(&self, json: bool) {
-        let Some(line) = self.shown(json) else { return };
+        self.say_of(None, json);
+    }
+
+    /// Like [`Line::say`]. If `vm` is given, the line names this VM, because it concerns one of
+    /// several VMs of this process.
+    pub(crate) fn say_of(&self, vm: Option<&str>, json: bool) {
+        let Some(line) = self.shown(vm, json) else {
+            return;
+        };
         if !json {
             progress::clear();
         }
         if self.is_frequent() {
-            let warning = |text| Self::Warning { text }.shown(json).unwrap_or_default();
+            let warning = |text| Self::Warning { text }.shown(None, json).unwrap_or_default();
             offer(&line, warning);
         } else {
             put(&line);
         }
     }
 
-    fn shown(&self, json: bool) -> Option<String> {
-        match json {
-            true => Some(self.to_json()),
-            false => self.text(),
+    fn shown(&self, vm: Option<&str>, json: bool) -> Option<String> {
+        let Some(vm) = vm else {
+            return if json {
+                Some(self.to_json())
+            } else {
+                self.text()
+            };
+        };
+        if !json {
+            return Some(format!("{}: {}", clean(vm), self.text()?));
         }
+        let mut object = serde_json::to_value(self).ok()?;
+        object["name"] = vm.into();
+        Some(plain(object.to_string()))
     }
 
     /// Whether peers can cause the line any number of times.

@@ -36,8 +36,17 @@ use crate::state::hex;
 use crate::text::clean;
 use crate::vm::request::Decision;
 
+/// How a process prints lines about its VMs.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    pub(crate) json: bool,
+    /// Whether the process may own several VMs, so that lines name the VM.
+    pub(crate) several: bool,
+}
+
+/// The state of one VM of this process.
 pub(crate) struct ControlService {
-    json: bool,
+    output: Output,
     /// The journal of this process's sessions.
     pub(super) journal: Journal,
     /// Directory with records of the policies and SAs that this process installs for lanes
@@ -132,13 +141,13 @@ pub(crate) enum Command {
 
 impl ControlService {
     pub(crate) fn new(
-        json: bool,
+        output: Output,
         journal: Journal,
         ipsec_records: PathBuf,
         history: Option<PathBuf>,
     ) -> Arc<Self> {
         Arc::new(Self {
-            json,
+            output,
             journal,
             ipsec_records,
             history,
@@ -146,6 +155,12 @@ impl ControlService {
             changed: Condvar::new(),
             owner: Mutex::default(),
         })
+    }
+
+    /// The state of another VM of this process.
+    pub(crate) fn another(&self) -> Arc<Self> {
+        let (journal, records) = (self.journal.clone(), self.ipsec_records.clone());
+        Self::new(self.output, journal, records, self.history.clone())
     }
 
     /// Path of the control socket; empty before there is one.
@@ -160,12 +175,13 @@ impl ControlService {
     }
 
     /// At the first signal, ends this process cleanly, or only warns if it keeps a VM in doubt; at
-    /// the second, ends it immediately.
-    pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
-        let service = Arc::clone(self);
+    /// the second, ends it immediately. `services` are those of all VMs of this process.
+    pub(crate) fn watch(services: Vec<Arc<Self>>, signals: EndSignals) -> Result<()> {
         start("signals", move || {
             while let Ok(signal) = signals.wait() {
-                service.end(signal);
+                for service in &services {
+                    service.end(signal);
+                }
             }
         })?;
         Ok(())
@@ -203,7 +219,7 @@ impl ControlService {
     /// Logs a warning, and prints it for the operator.
     pub(crate) fn warn(&self, text: &str) {
         tracing::warn!("{text}");
-        Line::Warning { text: text.into() }.say(self.json);
+        Line::Warning { text: text.into() }.say(self.output.json);
     }
 
     // Methods for the arrival of a VM.
@@ -319,14 +335,24 @@ impl ControlService {
             state = wait(&self.changed, state, None);
         };
         drop(state);
-        control::drain();
-        if self.json {
-            Line::Ended { state: how, code }.print();
+        let name = &vm.vm().config().name;
+        let Output { json, several } = self.output;
+        // Of several VMs, another may still answer clients.
+        if !several {
+            control::drain();
+        }
+        if json {
+            let line = Line::Ended { state: how, code };
+            line.say_of(several.then_some(name), json);
         } else {
-            let name = clean(&vm.vm().config().name);
-            put(&format!("{name}: {}", clean(&how)));
+            put(&format!("{}: {}", clean(name), clean(&how)));
         }
         Ok(code)
+    }
+
+    /// Drops the VM, which has ended or moved away. Other VMs of this process need its memory.
+    pub(crate) fn release(&self) {
+        lock(&self.state).holds = Holds::Waiting;
     }
 
     /// Status of this process and its VM.

@@ -21,7 +21,7 @@ use dunlin_ipsec::PortRange;
 use dunlin_microvm::HostOptions;
 use tracing::Level;
 
-use super::control_service::{Command, ControlService};
+use super::control_service::{Command, ControlService, Output};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
 use crate::confine::{self, Confining, LANE_PORTS, Needs};
@@ -66,12 +66,17 @@ pub(crate) struct Own {
 }
 
 impl Own {
-    pub(super) fn service(&self) -> Result<Arc<ControlService>> {
+    /// The state of this process's VM. `several` is set if the process may own several.
+    pub(super) fn service(&self, several: bool) -> Result<Arc<ControlService>> {
         self.log.start(None);
+        let output = Output {
+            json: self.json,
+            several,
+        };
         let records = self.state.ipsec_records()?;
         let history = history::directory(&self.control);
         let journal = self.state.open()?;
-        Ok(ControlService::new(self.json, journal, records, history))
+        Ok(ControlService::new(output, journal, records, history))
     }
 
     pub(super) fn memory(&self) -> HostOptions {

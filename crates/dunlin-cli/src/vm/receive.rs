@@ -1,15 +1,20 @@
-//! `dunlin vm receive`: waits for a VM, then owns it.
+//! `dunlin vm receive`: waits for a VM or several, then owns them.
+//!
+//! Each VM has its own thread, [`ControlService`], control socket and status socket. Several VMs
+//! arrive through one listener, on which they share one thread that accepts.
 
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::Incoming;
-use dunlin::engine::destination::{DestinationEvent, Options};
+use dunlin::engine::destination::{DestinationEvent, Options, Received};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
-use dunlin::engine::{MigrateError, VmIs, fault_behind};
+use dunlin::engine::{Cancel, MigrateError, Observer, VmIs, fault_behind};
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec as ipsec;
 use dunlin_lane::sync::lock;
@@ -19,12 +24,12 @@ use dunlin_microvm::{MachineBuilder, Movable, VmState};
 use super::control_service::ControlService;
 use super::owner::Own;
 use super::story;
-use crate::code::CANCELLED;
+use crate::code::{CANCELLED, DONE};
 use crate::confine;
 use crate::control::{self, Socket};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit};
+use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit, parse_rate};
 use crate::progress::Waiting;
 use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
@@ -43,6 +48,14 @@ pub(crate) struct Receive {
     /// not count. No other VM can arrive during that time.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
+    /// Number of VMs to wait for, 1 to 64. They may arrive at once. The process owns all of them,
+    /// and ends after the last has ended or moved away.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    sessions: u16,
+    /// Rate limit for all VMs that arrive, together, such as 500M (bytes per second). Each gets an
+    /// equal part; what one does not use the others get.
+    #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
+    rate: Option<u64>,
     /// Digest the memory as it was when the guest resumed, for a parent process that compares the
     /// digests.
     #[arg(long, hide = true)]
@@ -55,7 +68,16 @@ pub(crate) struct Receive {
 
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
-        let service = self.own.service()?;
+        let several = self.sessions > 1;
+        if several && self.own.control.directory().is_none() {
+            bail!(
+                "--control names one socket, but each of several VMs has its own (at fault: \
+                 configuration): give a directory"
+            );
+        }
+        let first = self.own.service(several)?;
+        let more = (1..self.sessions).map(|_| first.another());
+        let services: Vec<_> = [Arc::clone(&first)].into_iter().chain(more).collect();
         let hang_ups = HangUps::block()?;
         let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
@@ -67,18 +89,39 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
-        let published = StatusSocket::bind(&self.own.control, "vm");
+        let published: Vec<_> = (1..=self.sessions)
+            .map(|number| StatusSocket::bind(&self.own.control, &kind(number)))
+            .collect();
         // Confine the process before it starts threads, because existing threads would keep their
         // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
-        let own = Arc::clone(&service);
-        published.serve(move || own.report())?;
-        service.watch(signals)?;
+        for (published, service) in published.iter().zip(&services) {
+            let own = Arc::clone(service);
+            published.serve(move || own.report())?;
+        }
+        ControlService::watch(services.clone(), signals)?;
         reload_at(hang_ups, self.own.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),
         });
+        let options = self.options(&first)?;
+        self.own.watch_parent()?;
+        let waiting = Waits {
+            receive: &self,
+            accepting,
+            confined,
+            missing: AtomicUsize::new(services.len()),
+        };
+        let ended = if several {
+            waiting.for_several(&services, listener, &address, options)?
+        } else {
+            vec![waiting.for_one(&first, listener, &address, &options)?]
+        };
+        Ok(self.code(&first, ended))
+    }
+
+    fn options(&self, service: &Arc<ControlService>) -> Result<Options> {
         let ipsec = match self.own.ipsec_ports() {
             Some(ports) => {
                 let mut options = ipsec::Options::new(
@@ -87,134 +130,36 @@ impl Receive {
                     service.ipsec_records.clone(),
                 );
                 options.quiet_wait = LANES_QUIET;
-                let warned = Arc::clone(&service);
+                let warned = Arc::clone(service);
                 Some(ipsec_lanes(options, move |text| warned.warn(&text))?)
             }
             None => None,
         };
-        let options = Options::builder()
+        Ok(Options::builder()
             .ipsec(ipsec.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
+            .rate(self.rate)
             .journal(service.journal.clone())
-            .build()?;
-        self.own.watch_parent()?;
-        let mut builder = VmBuilder {
-            machines: MachineBuilder::new(self.own.memory().digests(self.digests)),
-            control: &self.own.control,
-            service: &service,
-            socket: None,
-        };
-        let arriving = Mutex::new(None);
-        let observe = |event: &DestinationEvent| {
-            if let DestinationEvent::Offered(offered) = event {
-                let what = format!("VM {} arrives", offered.vm.name);
-                *lock(&arriving) = Some(Waiting::new(self.own.json, &what));
-            }
-            service.observe(event);
-            story::at_destination(event);
-            self.observe(event);
-        };
-        let mut cancelled = None;
-        let received = loop {
-            let Some(cancel) = service.next_attempt() else {
-                control::drain();
-                return Ok(self.cancelled(&service, cancelled));
-            };
-            for text in accepting.expiring() {
-                self.say(&Line::Warning { text });
-            }
-            let again = listener.try_clone().with_context(|| {
-                format!(
-                    "cannot keep listening on {address} (at fault: this side; if descriptors ran \
-                     out, raise the limit of open files: `ulimit -n`)"
-                )
-            })?;
-            let attempt = Incoming::builder(again, &accepting.tls)
-                .options(options.clone())
-                .observer(&observe)
-                .cancel(&cancel)
-                .run(&mut builder);
-            drop(lock(&arriving).take());
-            // Whether no source has connected and this process still waits for one.
-            let waits = !service.is_arriving() && service.ending().is_none();
-            match attempt {
-                Ok(received) => break received,
-                // The VM is at the source, which may try again. But a local failure that occurs
-                // before any source has connected would occur again, so it ends this process.
-                Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
-                    let failed: FailedLine = (&error).into();
-                    add_to_history(&service, Err(&failed));
-                    let text = failed.text;
-                    if service.ending().is_none() {
-                        self.say(&Line::Rejected { text });
-                    } else if service.is_arriving() {
-                        cancelled = Some(text);
-                    }
-                    // Drop the VM of the failed attempt, and its control socket.
-                    drop(builder.take());
-                }
-                Err(error) => {
-                    let failed: FailedLine = (&error).into();
-                    let code = failed.code;
-                    add_to_history(&service, Err(&failed));
-                    self.say(&Line::Failed(failed));
-                    // The VM may have run here for a moment, but never will again: the source keeps
-                    // its copy until an operator decides.
-                    drop(builder.take());
-                    return Ok(code);
-                }
-            }
-        };
-        drop(listener);
-        let (vm, socket) = builder
-            .take()
-            .context("the engine received a VM that was not built")?;
-        if let Err(error) =
-            confine::make_no_more_sockets(&confined, self.own.ipsec_ports().is_some())
-        {
-            // Only warn, because this process has the VM, and a failure to confine the process must
-            // not end the VM.
-            service.warn(&format!(
-                "cannot forbid new local sockets: {}",
-                chained(&error)
-            ));
-        }
-        let digests = if self.digests {
-            // `digests_at_resume` must precede the VM's next migration, which cannot begin before
-            // `hold`.
-            vm.digests_at_resume().unwrap_or_else(|error| {
-                service.warn(&format!("cannot digest the memory: {error}"));
-                Vec::new()
-            })
-        } else {
-            Vec::new()
-        };
-        add_to_history(&service, Ok(received.guest_downtime));
-        // Do this before the line below is printed, because a client that has read it may send
-        // requests for the VM.
-        service.hold(&vm);
-        let name = received.offered.vm.name.clone();
-        // `answering` answers a source that missed the confirmation and queries this process.
-        let answering = received.answering;
-        self.say(&Line::Received {
-            name,
-            pid: std::process::id(),
-            control: socket.path.display().to_string(),
-            runs: received.runs,
-            downtime_ms: received.guest_downtime.map(millis),
-            cpu_s: received.cpu.as_secs_f64(),
-            digests,
-        });
-        let code = service.keep(&vm);
-        if let Some(answering) = answering {
-            if vm.vm().state() == VmState::Moved {
-                answering.moved_on()?;
-            } else {
-                answering.stop();
+            .build()?)
+    }
+
+    /// The exit code of this process. Reports that a signal ended it before any VM arrived.
+    fn code(&self, service: &ControlService, ended: Vec<Ended>) -> i32 {
+        let mut codes = Vec::new();
+        let mut cancelled = Vec::new();
+        for one in ended {
+            match one {
+                Ended::With(code) => codes.push(code),
+                Ended::Cancelled(text) => cancelled.push(text),
             }
         }
-        code
+        let arrival = cancelled.iter_mut().find_map(Option::take);
+        if codes.is_empty() || arrival.is_some() {
+            codes.push(self.cancelled(service, arrival));
+        }
+        control::drain();
+        codes.into_iter().find(|code| *code != DONE).unwrap_or(DONE)
     }
 
     /// Reports the signal, and the outcome of an arrival that it cancelled.
@@ -231,12 +176,293 @@ impl Receive {
         CANCELLED
     }
 
+    fn say(&self, line: &Line) {
+        line.say(self.own.json);
+    }
+}
+
+/// The kind in the name of the status socket of a process's VM with this number.
+fn kind(number: u16) -> String {
+    match number {
+        1 => "vm".into(),
+        number => format!("vm-{number}"),
+    }
+}
+
+/// How the wait for a VM, or the VM itself, ended.
+enum Ended {
+    /// With this exit code.
+    With(i32),
+    /// By a signal before the VM arrived, with the outcome of the arrival that it cancelled.
+    Cancelled(Option<String>),
+}
+
+/// Receives one VM, or fails.
+type Attempt<'a> = dyn FnMut(
+        &mut VmBuilder<'_>,
+        &dyn Observer<DestinationEvent>,
+        &Cancel,
+    ) -> Result<Result<Received, MigrateError>>
+    + 'a;
+
+/// The VMs that this process waits for.
+struct Waits<'a> {
+    receive: &'a Receive,
+    accepting: Arc<Accepting>,
+    confined: Line,
+    /// The number of VMs for which this process still waits.
+    missing: AtomicUsize,
+}
+
+impl Waits<'_> {
+    fn for_one(
+        &self,
+        service: &Arc<ControlService>,
+        listener: TcpListener,
+        address: &str,
+        options: &Options,
+    ) -> Result<Ended> {
+        let mut listener = Some(listener);
+        self.wait(service, &mut |builder, observer, cancel| {
+            let again = listener.as_ref().map(TcpListener::try_clone);
+            let again = again.context("the listener is closed")?;
+            let again = again.with_context(|| {
+                format!(
+                    "cannot keep listening on {address} (at fault: this side; if descriptors ran \
+                     out, raise the limit of open files: `ulimit -n`)"
+                )
+            })?;
+            let received = Incoming::builder(again, &self.accepting.tls)
+                .options(options.clone())
+                .observer(observer)
+                .cancel(cancel)
+                .run(builder);
+            if received.is_ok() {
+                listener = None;
+            }
+            Ok(received)
+        })
+    }
+
+    /// Waits for one VM for each of `services`, each on its own thread.
+    fn for_several(
+        &self,
+        services: &[Arc<ControlService>],
+        listener: TcpListener,
+        address: &str,
+        options: Options,
+    ) -> Result<Vec<Ended>> {
+        let shared = Incoming::builder(listener, &self.accepting.tls)
+            .options(options)
+            .share()
+            .with_context(|| format!("cannot accept connections on {address}"))?;
+        let mut listeners: Vec<_> = (1..services.len()).map(|_| shared.clone()).collect();
+        listeners.push(shared);
+        thread::scope(|scope| {
+            let begun = services.iter().zip(listeners).map(|(service, listener)| {
+                let body = move || {
+                    let mut listener = Some(listener);
+                    self.wait(service, &mut |builder, observer, cancel| {
+                        let own = listener.as_mut().context("the listener is closed")?;
+                        let received = own.receive(builder, observer, cancel);
+                        if received.is_ok() {
+                            listener = None;
+                        }
+                        Ok(received)
+                    })
+                };
+                thread::Builder::new()
+                    .name("dunlin-receive".into())
+                    .spawn_scoped(scope, body)
+                    .context("cannot start a thread")
+            });
+            let threads: Vec<_> = begun.collect();
+            let ended = threads.into_iter().map(|thread| match thread?.join() {
+                Ok(ended) => ended,
+                Err(_) => bail!("the thread of a VM panicked"),
+            });
+            let ended: Vec<_> = ended.collect();
+            ended.into_iter().collect()
+        })
+    }
+
+    /// Makes attempts until one receives a VM, and then owns the VM until it ends or moves away.
+    fn wait(&self, service: &Arc<ControlService>, attempt: &mut Attempt<'_>) -> Result<Ended> {
+        let receive = self.receive;
+        let mut builder = VmBuilder {
+            machines: MachineBuilder::new(receive.own.memory().digests(receive.digests)),
+            control: &receive.own.control,
+            service,
+            socket: None,
+        };
+        let arriving = Mutex::new(None);
+        let said = Said::new(receive);
+        let observe = |event: &DestinationEvent| {
+            if let DestinationEvent::Offered(offered) = event {
+                let what = format!("VM {} arrives", offered.vm.name);
+                let several = receive.sessions > 1;
+                *lock(&arriving) = Some(Waiting::new(receive.own.json || several, &what));
+            }
+            service.observe(event);
+            story::at_destination(event);
+            said.observe(event);
+        };
+        let mut cancelled = None;
+        let received = loop {
+            let Some(cancel) = service.next_attempt() else {
+                control::drain();
+                return Ok(Ended::Cancelled(cancelled));
+            };
+            for text in self.accepting.expiring() {
+                receive.say(&Line::Warning { text });
+            }
+            let attempt = attempt(&mut builder, &observe, &cancel)?;
+            drop(lock(&arriving).take());
+            // Whether no source has connected and this process still waits for one.
+            let waits = !service.is_arriving() && service.ending().is_none();
+            match attempt {
+                Ok(received) => break received,
+                // The VM is at the source, which may try again. But a local failure that occurs
+                // before any source has connected would occur again, so it ends this process.
+                Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
+                    let failed: FailedLine = (&error).into();
+                    add_to_history(service, Err(&failed));
+                    let text = failed.text;
+                    if service.ending().is_none() {
+                        said.say(&Line::Rejected { text });
+                    } else if service.is_arriving() {
+                        cancelled = Some(text);
+                    }
+                    // Drop the VM of the failed attempt, and its control socket.
+                    drop(builder.take());
+                }
+                Err(error) => {
+                    let failed: FailedLine = (&error).into();
+                    let code = failed.code;
+                    add_to_history(service, Err(&failed));
+                    said.say(&Line::Failed(failed));
+                    // The VM may have run here for a moment, but never will again: the source keeps
+                    // its copy until an operator decides.
+                    drop(builder.take());
+                    if receive.sessions > 1 {
+                        self.waits_no_more(service);
+                    }
+                    return Ok(Ended::With(code));
+                }
+            }
+            said.end();
+        };
+        self.waits_no_more(service);
+        let taken = builder.take();
+        let (vm, socket) = taken.context("the engine received a VM that was not built")?;
+        Ok(Ended::With(self.own(service, received, &vm, &socket)?))
+    }
+
+    /// Forbids new local sockets if the process waits for no more VMs.
+    fn waits_no_more(&self, service: &ControlService) {
+        if self.missing.fetch_sub(1, Ordering::SeqCst) > 1 {
+            return;
+        }
+        let ipsec = self.receive.own.ipsec_ports().is_some();
+        if let Err(error) = confine::make_no_more_sockets(&self.confined, ipsec) {
+            // Only warn, because this process has a VM, and a failure to confine the process must
+            // not end the VM.
+            service.warn(&format!(
+                "cannot forbid new local sockets: {}",
+                chained(&error)
+            ));
+        }
+    }
+
+    /// Owns a VM that has arrived until it ends or moves away; returns the exit code.
+    fn own(
+        &self,
+        service: &Arc<ControlService>,
+        received: Received,
+        vm: &Arc<Movable>,
+        socket: &Socket,
+    ) -> Result<i32> {
+        let digests = if self.receive.digests {
+            // `digests_at_resume` must precede the VM's next migration, which cannot begin before
+            // `hold`.
+            vm.digests_at_resume().unwrap_or_else(|error| {
+                service.warn(&format!("cannot digest the memory: {error}"));
+                Vec::new()
+            })
+        } else {
+            Vec::new()
+        };
+        add_to_history(service, Ok(received.guest_downtime));
+        // Do this before the line below is printed, because a client that has read it may send
+        // requests for the VM.
+        service.hold(vm);
+        let name = received.offered.vm.name.clone();
+        // `answering` answers a source that missed the confirmation and queries this process.
+        let answering = received.answering;
+        self.receive.say(&Line::Received {
+            name,
+            pid: std::process::id(),
+            control: socket.path.display().to_string(),
+            runs: received.runs,
+            downtime_ms: received.guest_downtime.map(millis),
+            cpu_s: received.cpu.as_secs_f64(),
+            digests,
+        });
+        let code = service.keep(vm);
+        if let Some(answering) = answering {
+            if vm.vm().state() == VmState::Moved {
+                answering.moved_on()?;
+            } else {
+                answering.stop();
+            }
+        }
+        if self.receive.sessions > 1 {
+            service.release();
+        }
+        code
+    }
+}
+
+/// The lines about the arrival of one VM. If the process waits for several, they name the VM.
+struct Said<'a> {
+    receive: &'a Receive,
+    arrival: Mutex<Arrival>,
+}
+
+#[derive(Default)]
+struct Arrival {
+    /// The source, which has not offered a VM yet.
+    peer: Option<String>,
+    /// The VM's name.
+    name: Option<String>,
+}
+
+impl<'a> Said<'a> {
+    fn new(receive: &'a Receive) -> Self {
+        let arrival = Mutex::default();
+        Self { receive, arrival }
+    }
+
     fn observe(&self, event: &DestinationEvent) {
+        let several = self.receive.sessions > 1;
         self.say(&match event {
-            DestinationEvent::Rejected { reason } => Line::Rejected {
-                text: clean(reason),
-            },
+            DestinationEvent::Rejected { reason } => {
+                // Of several, this session may have nothing to do with the connection.
+                return self.receive.say(&Line::Rejected {
+                    text: clean(reason),
+                });
+            }
             DestinationEvent::Warning(text) => Line::Warning { text: text.clone() },
+            DestinationEvent::Connected { peer } if several => {
+                lock(&self.arrival).peer = Some(peer.clone());
+                return;
+            }
+            DestinationEvent::Offered(offered) if several => {
+                let mut arrival = lock(&self.arrival);
+                arrival.name = Some(offered.vm.name.clone());
+                let peer = arrival.peer.take().unwrap_or_default();
+                Line::Accepted { peer }
+            }
             DestinationEvent::Connected { peer } => Line::Accepted { peer: peer.clone() },
             DestinationEvent::LaneUp { lane } => Line::LaneUp { lane: *lane },
             DestinationEvent::LaneLost { lane, why } => Line::LaneLost {
@@ -249,8 +475,15 @@ impl Receive {
         });
     }
 
+    /// Prints a line about the VM that is arriving.
     fn say(&self, line: &Line) {
-        line.say(self.own.json);
+        let name = lock(&self.arrival).name.clone();
+        line.say_of(name.as_deref(), self.receive.own.json);
+    }
+
+    /// Ends the arrival: the next lines are about another VM.
+    fn end(&self) {
+        *lock(&self.arrival) = Arrival::default();
     }
 }
 

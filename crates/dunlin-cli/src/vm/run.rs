@@ -8,6 +8,7 @@ use dunlin_linux::random;
 use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Backing, Config, CreateError, Fill, GuestKind, Movable, Vm, Workload};
 
+use super::control_service::ControlService;
 use super::owner::Own;
 use crate::code::USAGE;
 use crate::control::Socket;
@@ -99,7 +100,7 @@ impl Run {
             eprintln!("error: {error}");
             return Ok(USAGE);
         }
-        let service = self.own.service()?;
+        let service = self.own.service(false)?;
         for left in left_behind(&self.own.state, &self.name)? {
             service.warn(&left);
         }
@@ -109,7 +110,7 @@ impl Run {
         // Confine the process before it starts threads, because existing threads would keep their
         // privileges and their access to files.
         self.own.confine(&socket.path, None)?;
-        service.watch(signals)?;
+        ControlService::watch(vec![Arc::clone(&service)], signals)?;
         self.own.watch_parent()?;
         let vm = Vm::with_options(config, self.own.memory()).map_err(|error| {
             let what = match error {
