@@ -6,6 +6,8 @@
 //! (docs/decisions/0017-the-demos-check.md). Without KVM the guest consists of threads of a
 //! process, and the demo reports that.
 
+mod evacuate;
+
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,9 +35,12 @@ pub(crate) struct Demo {
     /// Kind of guest [default: kvm, or process if /dev/kvm is missing].
     #[arg(long, value_parser = named(GUESTS))]
     guest: Option<GuestKind>,
-    /// The guest's memory.
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
-    memory: u64,
+    /// The guest's memory [default: 1G, or 256M for each guest with --evacuate].
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    memory: Option<u64>,
+    /// Move N guests at once, 1 to 16, as if a host were emptied: all of them arrive in one process.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    evacuate: Option<u16>,
     /// Number of data lanes, 1 to 128; `auto` takes one for each CPU, from 2 to 8.
     #[arg(long, value_name = "N|auto", default_value = "auto")]
     lanes: LaneCount,
@@ -64,6 +69,9 @@ impl Demo {
             display.show(&Line::Warning { text });
         }
         let scratch = Scratch::with_identities("demo")?;
+        if let Some(count) = self.evacuate {
+            return self.evacuate(count, guest, &scratch);
+        }
         if !self.json {
             let what = match guest {
                 GuestKind::Kvm => "on KVM",
@@ -72,7 +80,7 @@ impl Demo {
             display.say(&format!(
                 "a guest of {} MiB {what} writes a hot set of its pages, {} per second; it moves \
                  over {} {} lanes",
-                self.memory >> 20,
+                self.memory() >> 20,
                 self.dirty_rate,
                 self.lanes.resolve(None),
                 LaneSecurity::from(self.security),
@@ -160,15 +168,31 @@ impl Demo {
     }
 
     fn start(&self, guest: GuestKind, scratch: &Scratch) -> Result<Pair> {
-        let (memory, rate) = (self.memory.to_string(), self.dirty_rate.to_string());
+        let run = self.run_flags(guest);
+        let run: Vec<&str> = run.iter().map(String::as_str).collect();
+        Pair::start(scratch, &run, &self.receive_flags())
+    }
+
+    /// The memory of a guest.
+    fn memory(&self) -> u64 {
+        let of_several = self.evacuate.map(|_| 256 << 20);
+        self.memory.or(of_several).unwrap_or(1 << 30)
+    }
+
+    /// Flags of `vm run`.
+    fn run_flags(&self, guest: GuestKind) -> Vec<String> {
+        let (memory, rate) = (self.memory().to_string(), self.dirty_rate.to_string());
         let run = ["--workload", "hot-set", "--guest", name_of(guest)];
         let sizes = ["--memory", &memory, "--dirty-rate", &rate];
-        let receive: &[&str] = match self.security {
-            SecurityName::Plain => &["--allow-plain"],
-            _ => &[],
-        };
-        let receive = [&["--digests"][..], receive].concat();
-        Pair::start(scratch, &[run, sizes].concat(), &receive)
+        run.into_iter().chain(sizes).map(str::to_owned).collect()
+    }
+
+    /// Flags of `vm receive`.
+    fn receive_flags(&self) -> Vec<&'static str> {
+        match self.security {
+            SecurityName::Plain => vec!["--digests", "--allow-plain"],
+            _ => vec!["--digests"],
+        }
     }
 }
 

@@ -53,6 +53,39 @@ impl Process {
         })
     }
 
+    /// Starts `vm receive` on a free port, with the destination's identity; returns the process and
+    /// its address.
+    pub(crate) fn receiving(
+        scratch: &Scratch,
+        control: &Path,
+        more: &[&str],
+    ) -> Result<(Self, String)> {
+        let identity = scratch.join("destination").display().to_string();
+        let peer = format!("source.{}", scratch.1);
+        let flags = ["--identity", &identity, "--peer", &peer];
+        let listen = ["receive", "--listen", "127.0.0.1:0"];
+        let arguments = [&listen[..], &flags, more].concat();
+        let mut process = Self::start(scratch, control, &arguments)?;
+        let address = process.wait_for(|line| match line {
+            Line::Listening { address } => Some(address),
+            _ => None,
+        })?;
+        Ok((process, address))
+    }
+
+    /// Starts `vm run` with a guest of this name, and waits until the guest runs.
+    pub(crate) fn running(
+        scratch: &Scratch,
+        control: &Path,
+        name: &str,
+        more: &[&str],
+    ) -> Result<Self> {
+        let arguments = [&["run", "--name", name][..], more].concat();
+        let mut process = Self::start(scratch, control, &arguments)?;
+        process.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        Ok(process)
+    }
+
     /// The child's process id.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
@@ -92,9 +125,8 @@ impl Drop for Process {
 pub(crate) struct Pair {
     pub(crate) source: Process,
     pub(crate) destination: Process,
-    purpose: &'static str,
     address: String,
-    identity: PathBuf,
+    common: Common,
     control: PathBuf,
 }
 
@@ -102,30 +134,14 @@ impl Pair {
     /// Starts both processes, with further flags for `vm run` and `vm receive`; `scratch`
     /// must have the certificates of [`Scratch::with_identities`].
     pub(crate) fn start(scratch: &Scratch, run: &[&str], receive: &[&str]) -> Result<Self> {
-        let purpose = scratch.1;
-        let identity = scratch.join("destination").display().to_string();
-        let peer = format!("source.{purpose}");
-        let flags = ["--identity", &identity, "--peer", &peer];
-        let listen = ["receive", "--listen", "127.0.0.1:0"];
-        let mut destination = Process::start(
-            scratch,
-            &scratch.join("b.sock"),
-            &[&listen[..], &flags, receive].concat(),
-        )?;
-        let address = destination.wait_for(|line| match line {
-            Line::Listening { address } => Some(address),
-            _ => None,
-        })?;
+        let (destination, address) = Process::receiving(scratch, &scratch.join("b.sock"), receive)?;
         let control = scratch.join("a.sock");
-        let name = ["run", "--name", purpose];
-        let mut source = Process::start(scratch, &control, &[&name[..], run].concat())?;
-        source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        let source = Process::running(scratch, &control, scratch.1, run)?;
         Ok(Self {
             source,
             destination,
-            purpose,
             address,
-            identity: scratch.join("source"),
+            common: scratch.source(),
             control,
         })
     }
@@ -141,9 +157,7 @@ impl Pair {
         flags: &MigrateFlags,
         show: &mut dyn FnMut(&Line),
     ) -> Result<Ended> {
-        let peers = vec![format!("destination.{}", self.purpose)];
-        let common = Common::new(&self.identity, peers, &Reading::default());
-        follow(&self.control, &common, flags, None, None, show)
+        follow(&self.control, &self.common, flags, None, None, show)
     }
 
     /// Moves the guest and waits until it runs at the destination.
@@ -184,6 +198,12 @@ impl Scratch {
             pki::issue(&ca, &[format!("{host}.{purpose}")], 1, &scratch.join(host))?;
         }
         Ok(scratch)
+    }
+
+    /// The identity and the peer of the source.
+    pub(crate) fn source(&self) -> Common {
+        let peers = vec![format!("destination.{}", self.1)];
+        Common::new(&self.join("source"), peers, &Reading::default())
     }
 
     /// A path in the directory.
