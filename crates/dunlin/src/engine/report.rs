@@ -185,4 +185,6 @@ pub struct Progress {
     pub predicted_downtime: Duration,
     /// Bytes of guest memory by lane number so far.
     pub lanes: Vec<(u16, u64)>,
+    /// TCP segments sent again so far, by lane number. Lost lanes are included.
+    pub retransmits: Vec<(u16, u32)>,
 }

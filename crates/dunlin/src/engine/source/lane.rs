@@ -110,6 +110,7 @@ impl Lane {
         let dialled = terms.dialer.dial(&request);
         let mut sender = dialled.map_err(|error| self.not_opened(error))?;
         let canceller = sender.canceller();
+        self.work_queue.connected(self.number, canceller.clone());
         self.interrupted_by(move || canceller.shutdown())?;
         sender
             .set_rate(terms.rate)

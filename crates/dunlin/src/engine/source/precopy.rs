@@ -318,7 +318,8 @@ impl<'a> PreCopy<'a> {
         };
         let schedule = state.lanes.schedule();
         let remaining_bytes = schedule.pending_pages() * PAGE_BYTES;
-        let progress = Progress {
+        let connections = state.connections();
+        let mut progress = Progress {
             iteration: schedule.iteration(),
             bytes_per_s,
             remaining_bytes,
@@ -328,8 +329,14 @@ impl<'a> PreCopy<'a> {
                 .last()
                 .map_or(Duration::ZERO, |last| last.predicted_downtime),
             lanes: state.by_lane(),
+            retransmits: Vec::new(),
         };
         drop(state);
+        // The kernel lets a query of a connection wait for a call that sends on the connection. The
+        // lanes must not wait with it.
+        let connections = connections.into_iter();
+        let counts = connections.map(|(lane, connection)| (lane, connection.traffic().retransmits));
+        progress.retransmits = counts.collect();
         let observer = self.transfer.session.observer;
         observer.event(&Event::Progress(progress));
     }

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::data::Canceller;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{KeyUsage, Sending};
@@ -55,6 +56,8 @@ struct LaneShare {
     traffic: Traffic,
     /// Interrupts the thread's blocking calls, except a wait in the work queue.
     interrupt: Option<Interrupt>,
+    /// The lane's connection, once it is open.
+    connection: Option<Canceller>,
     /// Whether the thread must end.
     cut: bool,
     key_used: bool,
@@ -194,6 +197,13 @@ impl WorkQueue {
         Ok(())
     }
 
+    /// Keeps the connection of `lane` for queries of its state.
+    pub(super) fn connected(&self, lane: u16, connection: Canceller) {
+        if let Some(share) = lock(&self.state).shares.get_mut(&lane) {
+            share.connection = Some(connection);
+        }
+    }
+
     /// Waits for work for `lane`. Returns [`Work::Stop`] once the lane has been cut. `report` sends
     /// an event to the session, and `has_ended` checks the lane's connection.
     ///
@@ -311,6 +321,14 @@ impl State {
             .iter()
             .filter(|(_, share)| share.traffic.wire_bytes > 0)
             .map(|(&lane, share)| (lane, share.traffic.raw_pages * PAGE_BYTES))
+            .collect()
+    }
+
+    /// The connections by lane. That of a lost lane is kept until the session ends.
+    pub(super) fn connections(&self) -> Vec<(u16, Canceller)> {
+        let connections = self.shares.iter();
+        connections
+            .filter_map(|(&lane, share)| Some((lane, share.connection.clone()?)))
             .collect()
     }
 }
