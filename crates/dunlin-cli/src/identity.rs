@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::confine;
 use crate::options::text_of;
+use crate::published::{CertificateLine, expiry};
 
 /// The group of the services (dist/systemd/dunlin-sysusers.conf).
 pub(crate) const SERVICES: &str = "dunlin";
@@ -238,6 +239,11 @@ impl Accepting {
         self.tls.replace(&tls);
         *lock(&self.loaded) = (identity, warnings.clone());
         Ok((until, warnings))
+    }
+
+    /// When the items of the identity expire.
+    pub(crate) fn expiry(&self) -> Vec<CertificateLine> {
+        expiry(lock(&self.loaded).0.dates())
     }
 
     /// Returns the warnings of expiry that were not reported before. They count as reported from

@@ -1,6 +1,7 @@
 //! The events of migrations and tunnels as JSON lines, one object per line. Commands print them
 //! with `--json`, and processes send them over their control sockets.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use dunlin::engine::source::VmLocation;
@@ -14,6 +15,7 @@ use crate::code::{CANCELLED, FAILED, IN_DOUBT};
 use crate::fault::fault_of;
 use crate::output::{offer, put};
 use crate::progress;
+use crate::published::CertificateLine;
 use crate::text::{chained, clean, clean_lines, plain};
 use crate::tunnel::line::{CheckedLine, ListenerLine, TunnelLine};
 
@@ -161,6 +163,8 @@ pub(crate) enum Line {
         vm: String,
         text: String,
     },
+    /// Status of `dunlin handoff accept`.
+    Handoff(HandoffLine),
     /// A session in the journal.
     Session(serde_json::Value),
     Tunnel(Box<TunnelLine>),
@@ -179,6 +183,9 @@ pub(crate) struct ProgressLine {
     pub(crate) dirty_pages_per_s: u64,
     pub(crate) predicted_downtime_ms: f64,
     pub(crate) lanes: Vec<(u16, u64)>,
+    /// TCP segments sent again, by lane.
+    #[serde(default)]
+    pub(crate) retransmits: Vec<(u16, u32)>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -313,6 +320,9 @@ pub(crate) struct StatusLine {
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
     pub(crate) migration: Option<MigrationLine>,
+    /// The items of the identity that the process holds, which expire.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) certificates: Vec<CertificateLine>,
 }
 
 /// A migration under way, as seen by one side's process.
@@ -330,6 +340,20 @@ pub(crate) struct MigrationLine {
     /// The newest iterations that have ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) iterations: Vec<IterationLine>,
+}
+
+/// What `dunlin handoff accept` has done with its clients since it started.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct HandoffLine {
+    pub(crate) pid: u32,
+    /// The address to which clients connect.
+    pub(crate) address: String,
+    /// Connections that were handed over, by the server name.
+    pub(crate) handed_over: BTreeMap<String, u64>,
+    pub(crate) forwarded: u64,
+    /// Clients that were refused or whose connection failed, by the fault code.
+    pub(crate) refused: BTreeMap<String, u64>,
+    pub(crate) certificates: Vec<CertificateLine>,
 }
 
 impl Line {
@@ -506,6 +530,7 @@ impl From<&Progress> for ProgressLine {
             dirty_pages_per_s: progress.dirty_pages_per_s,
             predicted_downtime_ms: millis(progress.predicted_downtime),
             lanes: progress.lanes.clone(),
+            retransmits: progress.retransmits.clone(),
         }
     }
 }

@@ -13,14 +13,12 @@ use std::net::TcpStream;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dunlin_test_base::sockets::with_timeout;
 use serde_json::{Value, json};
-use status::{Page, answer, request};
+use status::{Fakes, Page, answer, migrating, request};
 use support::process::Process;
 use support::{Hosts, Scratch, kill, words};
 use tunnel::{Scene, control};
@@ -252,7 +250,10 @@ fn a_tunnel_is_shown_with_its_lanes_and_certificates() {
         "dunlin_tunnel_route_bytes_total{tunnel=\"near\",route=\"ram\",direction=\"sent\"} 4096\n";
     assert!(metrics.contains(sample), "{metrics}");
     let expiry = metrics.lines().find(|line| {
-        line.starts_with("dunlin_certificate_expiry_timestamp_seconds{tunnel=\"near\",item=\"cert")
+        let name = "dunlin_certificate_expiry_timestamp_seconds";
+        line.starts_with(&format!(
+            "{name}{{kind=\"tunnel\",name=\"near\",item=\"cert"
+        ))
     });
     let seconds: f64 = expiry.unwrap().rsplit_once(' ').unwrap().1.parse().unwrap();
     let now = std::time::SystemTime::now()
@@ -284,67 +285,6 @@ fn the_process_that_serves_the_page_is_confined() {
         assert!(status.lines().any(|one| one == line), "{status}");
     }
     page.get("/");
-}
-
-/// Status sockets without processes: the test writes a text to every client.
-struct Fakes {
-    stop: Arc<AtomicBool>,
-    asked: Arc<AtomicUsize>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Fakes {
-    fn start(control: &Path, count: usize, text: impl Fn(usize) -> String) -> Self {
-        let directory = control.join("status");
-        fs::create_dir_all(&directory).unwrap();
-        let fakes: Vec<_> = (0..count)
-            .map(|number| {
-                let path = directory.join(format!("vm-{number}.sock"));
-                let listener = UnixListener::bind(path).unwrap();
-                listener.set_nonblocking(true).unwrap();
-                (listener, text(number))
-            })
-            .collect();
-        let (stop, asked) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
-        let (stopped, counted) = (Arc::clone(&stop), Arc::clone(&asked));
-        let thread = thread::spawn(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                for (listener, text) in &fakes {
-                    if let Ok((mut client, _)) = listener.accept() {
-                        counted.fetch_add(1, Ordering::Relaxed);
-                        // The client may be gone.
-                        let _ = client.write_all(text.as_bytes());
-                    }
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
-        });
-        Self {
-            stop,
-            asked,
-            thread: Some(thread),
-        }
-    }
-}
-
-impl Drop for Fakes {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().unwrap().join().unwrap();
-    }
-}
-
-/// The status of a VM that migrates, with a name from a hostile source.
-fn migrating(number: usize) -> String {
-    let progress = json!({"iteration": 2, "bytes_per_s": 1 << 20, "remaining_bytes": 5 << 20,
-        "dirty_pages_per_s": 7, "predicted_downtime_ms": 1.5, "lanes": [[1, 100], [2, 200]]});
-    let migration = json!({"role": "source", "peer": "<b>&\u{202e}", "phase": "pre-copy",
-        "seconds": 3.0, "rate": null, "throttle": 0, "progress": progress});
-    let name = format!("vm {number} <img src=x onerror=alert(1)>\u{1b}");
-    json!({"event": "status", "name": name, "uuid": format!("{number:032x}"), "pid": number,
-        "state": "running", "memory_bytes": 1, "pages_checked": 0, "beats": 0, "full_passes": 0,
-        "downtime_ms": null, "largest_gap_ms": 0.0, "migration": migration})
-    .to_string()
 }
 
 #[test]

@@ -6,15 +6,26 @@ mod status;
 mod support;
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 
 use serde_json::{Value, json};
-use status::Page;
+use status::{Fakes, Page, migrating};
 use support::process::Process;
 use support::{Hosts, Scratch, words};
 
-/// The document of the page after some samples, and what the browser logged.
+fn is_soak() -> bool {
+    let is = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
+    if !is {
+        println!("left to the soak, which has a browser");
+    }
+    is
+}
+
+/// A page that has seen some samples: its document, and what the browser logged.
 fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
     let profile = Scratch::new();
     let mut browser = Command::new("chromium");
@@ -46,8 +57,7 @@ fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
 
 #[test]
 fn a_browser_shows_the_page_and_reports_no_violation() {
-    if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
-        println!("left to the soak, which has a browser");
+    if !is_soak() {
         return;
     }
     let hosts = Hosts::new();
@@ -94,6 +104,75 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     migration.signal("INT");
 }
 
+/// Another site whose name resolves to this host gets no answer, and a page of another site cannot
+/// read one.
+///
+/// Claim H20 of docs/security.
+#[test]
+fn a_browser_gives_no_other_site_the_status() {
+    if !is_soak() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    command.arg(scratch.path());
+    let process = Process::start(command);
+    let line = process.wait_for("listening on http://");
+    let (_, port) = line.trim_end_matches('/').rsplit_once(':').unwrap();
+    let resolve = "--host-resolver-rules=MAP evil.example 127.0.0.1";
+    let address = format!("http://evil.example:{port}/");
+    let (dom, _) = browsed(scratch.path(), &address, &[resolve]);
+    assert!(dom.contains("unknown host name"), "{dom}");
+    assert!(!dom.contains("<h1>"), "{dom}");
+
+    // A page of another origin, which writes into its document what it could read.
+    let hostile = TcpListener::bind("127.0.0.1:0").unwrap();
+    let own = hostile.local_addr().unwrap();
+    let script = format!(
+        "const seen = document.getElementById('seen');\n\
+         for (const mode of ['cors', 'no-cors', 'same-origin'])\n\
+         fetch('http://127.0.0.1:{port}/status.json', {{mode}}).then(async (answer) => {{\n\
+         seen.append(mode + ' read ' + (await answer.text()).length + '; '); }},\n\
+         () => seen.append(mode + ' refused; '));"
+    );
+    let page = format!("<!doctype html><p id=\"seen\"></p><script>{script}</script>");
+    thread::spawn(move || {
+        for stream in hostile.incoming().flatten() {
+            let mut stream = stream;
+            let _ = stream.read(&mut [0; 4096]);
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n";
+            let _ = write!(stream, "{head}Content-Length: {}\r\n\r\n{page}", page.len());
+        }
+    });
+    let (dom, _) = browsed(scratch.path(), &format!("http://{own}/"), &[]);
+    for mode in ["cors", "no-cors", "same-origin"] {
+        assert!(dom.contains(&format!("{mode} refused; ")), "{dom}");
+    }
+    assert!(!dom.contains(" read "), "{dom}");
+}
+
+#[test]
+fn i8_a_browser_shows_the_most_urgent_of_a_thousand_migrations() {
+    if !is_soak() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let _fakes = Fakes::start(scratch.path(), 1000, migrating);
+    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    command.arg(scratch.path());
+    let process = Process::start(command);
+    let line = process.wait_for("listening on http://");
+    let address = line.trim_start_matches("listening on ");
+    let (dom, log) = browsed(scratch.path(), address, &["--window-size=1400,1000"]);
+    assert_eq!(dom.matches("<h3>vm ").count(), 40, "{dom}");
+    assert!(dom.contains("and 960 more"), "{dom}");
+    assert!(dom.contains("1000 / 0"), "{dom}");
+    for violation in ["Content Security Policy", "Uncaught", "TrustedHTML"] {
+        assert!(!log.contains(violation), "{log}");
+    }
+}
+
+/// What a browser needs to find in the page, without a browser.
 #[test]
 fn the_page_is_one_file_with_text_for_every_part() {
     let scratch = Scratch::new();
@@ -124,7 +203,16 @@ fn the_page_is_one_file_with_text_for_every_part() {
     }
     let status: Value = page.status();
     for key in [
-        "host", "sessions", "tunnels", "ipsec", "silent", "history", "taken_ms", "version",
+        "host",
+        "sessions",
+        "tunnels",
+        "ipsec",
+        "handoffs",
+        "identities",
+        "silent",
+        "history",
+        "taken_ms",
+        "version",
     ] {
         assert!(!status[key].is_null(), "{key}");
         assert!(html.contains(key), "{key}");

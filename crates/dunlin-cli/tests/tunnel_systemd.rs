@@ -289,6 +289,8 @@ fn the_services_are_no_root_and_read_certificates_by_a_group() {
         for line in [
             "DynamicUser=yes",
             "SupplementaryGroups=dunlin",
+            // For the status socket.
+            "SupplementaryGroups=dunlin-status",
             "CapabilityBoundingSet=",
         ] {
             assert!(lines.iter().any(|one| one == line), "{service}: {line}");

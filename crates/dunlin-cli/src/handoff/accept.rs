@@ -2,6 +2,7 @@
 //! rejects the others.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -22,12 +23,14 @@ use tracing::{info, warn};
 
 use super::connect::TLS;
 use super::line::accepted;
+use super::tally::Tally;
 use crate::code::FAILED;
 use crate::confine::ConfiningService;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::log::{self, Format, LogFlags, say};
-use crate::options::{named, parse_limit};
+use crate::options::{ControlPath, named, parse_limit};
 use crate::output::put;
+use crate::published::StatusSocket;
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::tunnel::{Port, parse_port, parse_server, socket_path};
 
@@ -98,6 +101,10 @@ pub(crate) struct Accept {
     /// Time limit for forwarded clients after SIGTERM.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
+    /// Report the clients' results and the certificate's expiry in this directory, for `dunlin
+    /// serve-status` [default: do not].
+    #[arg(long, value_name = "DIR")]
+    control: Option<PathBuf>,
     #[command(flatten)]
     confining: ConfiningService,
     #[command(flatten)]
@@ -113,16 +120,22 @@ impl Accept {
         let (sender, events) = channel();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
-        let tls = self.tls()?;
+        let tally = Arc::new(Tally::default());
+        let tls = self.tls(&tally)?;
         let listener = self.listen.open(&sockets, "--listen")?;
         // Close the passed sockets, because the port would otherwise stay open after the acceptor
         // stops.
         drop(sockets);
+        let published = self.control.as_ref().map(|_| {
+            let control = self.control.clone();
+            StatusSocket::bind(&ControlPath { control }, "handoff")
+        });
         // Confine the process before it reads from a client and before it starts threads.
         let confined = self.confining.handoff()?;
-        let failed = sender.clone();
+        let (failed, counted) = (sender.clone(), Arc::clone(&tally));
         let observer = move |event: &Event| {
             log_event(event);
+            counted.count(event);
             if matches!(event, Event::Failed(_)) {
                 // An error only means that the process is ending.
                 let _ = failed.send(ServiceEvent::Failed);
@@ -130,12 +143,16 @@ impl Accept {
         };
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
         wait_for(sender, ends, hang_ups, || ())?;
+        if let Some(published) = &published {
+            let (tally, address) = (Arc::clone(&tally), acceptor.address().to_string());
+            published.serve(move || tally.report(&address))?;
+        }
         put(&format!("listening on {}", acceptor.address()));
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
         manager.ready(&format!("clients connect to {}", acceptor.address()));
         let ended = serve(events, &manager, "certificates", || {
-            tls.replace(&self.tls()?);
+            tls.replace(&self.tls(&tally)?);
             Ok(())
         });
         let Some(signal) = ended else {
@@ -178,8 +195,8 @@ impl Accept {
         })
     }
 
-    /// Settings of the handshakes, from the current files.
-    fn tls(&self) -> Result<ServerTls> {
+    /// Settings of the handshakes, from the current files. The tally gets the dates of the files.
+    fn tls(&self, tally: &Tally) -> Result<ServerTls> {
         let ciphers = match self.tls {
             TlsVersion::V1_2 => CIPHERS,
             TlsVersion::V1_3 => CIPHERS_1_3,
@@ -195,13 +212,15 @@ impl Accept {
             (false, _) => Some(allowed_peers(&self.peers)?),
         };
         let tls = identity.handoff_server(offer, clients);
-        Ok(match self.cert {
+        let tls = match self.cert {
             Some(_) if !self.peers.is_empty() => tls.context(
                 "cannot check clients by --peer: names need the authorities of --identity; with \
                  --cert, specify a pin",
             )?,
             _ => tls?,
-        })
+        };
+        tally.loaded(identity.dates());
+        Ok(tls)
     }
 
     fn load(&self) -> Result<(Identity, Vec<String>)> {

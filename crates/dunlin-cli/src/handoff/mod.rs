@@ -3,6 +3,7 @@
 mod accept;
 mod connect;
 mod line;
+mod tally;
 
 use std::ffi::OsString;
 use std::path::Path;

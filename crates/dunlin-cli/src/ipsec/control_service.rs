@@ -17,6 +17,7 @@ use crate::line::print_json;
 use crate::log::warn;
 use crate::options::{ControlPath, IPSEC};
 use crate::progress::Waiting;
+use crate::published::CertificateLine;
 use crate::state::StatePath;
 use crate::text::{chained, clean, count};
 
@@ -87,10 +88,14 @@ pub(super) fn sender(cpu: Option<u32>, connection: Option<(u16, u16)>) -> Sender
 
 /// The answer of a process to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Answer {
-    pub(super) name: String,
+pub(crate) struct Answer {
+    /// The peer's name as given to `up`, or `serve`.
+    pub(crate) name: String,
     pub(super) pid: u32,
-    pub(super) sessions: Vec<SessionLine>,
+    pub(crate) sessions: Vec<SessionLine>,
+    /// The items of the identity of `serve`, which expire.
+    #[serde(default)]
+    pub(crate) certificates: Vec<CertificateLine>,
     /// Record files of ended sessions that left their ports blocked.
     pub(super) blocked: Vec<String>,
     pub(super) failed: Option<String>,
@@ -284,14 +289,9 @@ impl Which {
     }
 }
 
-/// The sessions of the process behind a control socket, answered within `limit`.
-pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<Vec<SessionLine>> {
-    Ok(ask_within(socket, Request::Status, limit)?.sessions)
-}
-
-/// The sessions in the text of a status socket.
-pub(crate) fn parse_status(text: &str) -> Result<Vec<SessionLine>> {
-    Ok(serde_json::from_str::<Answer>(text)?.sessions)
+/// The status of the process behind a control socket, answered within `limit`.
+pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<Answer> {
+    ask_within(socket, Request::Status, limit)
 }
 
 fn ask(socket: &Path, request: Request) -> Result<Answer> {

@@ -13,7 +13,7 @@ mod run;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use self::control_service::{AssociationLine, SessionLine, parse_status, status_within};
+pub(crate) use self::control_service::{Answer, AssociationLine, SessionLine, status_within};
 pub(crate) use self::mode::ModeName;
 
 #[derive(Debug, Subcommand)]

@@ -192,6 +192,7 @@ impl Serve {
         let names = self.peers.iter().map(|one| one.name.clone()).collect();
         let common = self.own.common(names);
         let (accepting, warnings) = Accepting::load(&common)?;
+        let accepting = Arc::new(accepting);
         warn(warnings.into_iter().chain(offload_advice()));
         let mut options = self.own.options(Mode::Cpu, self.ports, self.udp)?;
         let bound = self.peers.iter().filter(|one| !one.addresses.is_empty());
@@ -209,7 +210,8 @@ impl Serve {
         wait_for(sender.clone(), ends, hang_ups, || ())?;
         let sessions = Sessions::Server(server);
         let held = Held::serve(&socket, "serve", sessions, blocked.clone(), sender)?;
-        let published = held.publish(&self.own.control)?;
+        let identity = Some(Arc::clone(&accepting));
+        let published = held.publish(&self.own.control, identity)?;
         let signal = serve(events, &manager, "certificate", || {
             let (until, warnings) = accepting.reload()?;
             say(&format!("the new certificate is valid until {until}"));
@@ -285,7 +287,7 @@ impl Up {
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
         let sessions = Sessions::One(self.peer.clone(), session);
         let held = Held::serve(&socket, &self.peer, sessions, blocked.clone(), sender)?;
-        let published = held.publish(&self.own.control)?;
+        let published = held.publish(&self.own.control, None)?;
         let signal = next_signal(events.iter());
         if let Some(signal) = signal {
             manager.stopping();
@@ -459,12 +461,24 @@ impl Held {
         Ok(held)
     }
 
-    /// Serves the status socket of this process until the result is dropped.
-    fn publish(self: &Arc<Self>, control: &ControlPath) -> Result<StatusSocket> {
+    /// Serves the status socket of this process until the result is dropped. With the identity of a
+    /// process that accepts peers, the status has the items that expire.
+    fn publish(
+        self: &Arc<Self>,
+        control: &ControlPath,
+        identity: Option<Arc<Accepting>>,
+    ) -> Result<StatusSocket> {
         let published = StatusSocket::bind(control, "ipsec");
         let held = Arc::clone(self);
-        // An answer without floating-point numbers and maps can always be written as JSON.
-        published.serve(move || serde_json::to_string(&held.answer()).unwrap_or_default())?;
+        published.serve(move || {
+            let certificates = identity.as_ref().map(|identity| identity.expiry());
+            let answer = Answer {
+                certificates: certificates.unwrap_or_default(),
+                ..held.answer()
+            };
+            // An answer without floating-point numbers and maps can always be written as JSON.
+            serde_json::to_string(&answer).unwrap_or_default()
+        })?;
         Ok(published)
     }
 
@@ -475,6 +489,7 @@ impl Held {
             pid: std::process::id(),
             failed: sessions.as_ref().err().map(chained),
             sessions: sessions.unwrap_or_default(),
+            certificates: Vec::new(),
             blocked: self.blocked.records(),
         }
     }

@@ -2,12 +2,14 @@
 //! have ended.
 //!
 //! ```text
-//!  VM, tunnel, keying session ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status
-//!  VM                         ──▶ CONTROL/history/*.json       ──▶
+//!  VM, tunnel, IPsec, hand-off ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status
+//!  VM                          ──▶ CONTROL/history/*.json       ──▶
 //! ```
 //! The sockets of this module take no requests, unlike control sockets ([`crate::control`]).
 
+mod expiry;
 pub(crate) mod history;
 mod socket;
 
+pub(crate) use expiry::{CertificateLine, expiry};
 pub(crate) use socket::{STATUS, StatusSocket, read};

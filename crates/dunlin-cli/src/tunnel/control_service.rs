@@ -25,6 +25,7 @@ use crate::confine::allows_owner;
 use crate::control::{self, Client, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
 use crate::log::say;
+use crate::published::expiry;
 use crate::service::start;
 
 /// A request to a tunnel.
@@ -86,9 +87,6 @@ impl Request {
 /// other's period; a thread that always measures would wake up without need. Clients that want
 /// other periods compute them from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
-
-/// Maximum number of items of identities in a status. More are left out.
-const MAX_CERTIFICATES: usize = 64;
 
 /// Serves a tunnel's control socket until the tunnel ends.
 pub(super) struct ControlService {
@@ -163,12 +161,7 @@ impl ControlService {
             }),
             peers: tunnel.status().iter().map(Into::into).collect(),
             lanes_lost: tunnel.lanes_lost(),
-            certificates: tunnel
-                .validity()
-                .iter()
-                .take(MAX_CERTIFICATES)
-                .map(Into::into)
-                .collect(),
+            certificates: expiry(&tunnel.validity()),
         })
     }
 

@@ -1,12 +1,10 @@
 //! Status of a tunnel, as sent over its control socket and printed by `dunlin status --json`.
 
-use std::time::UNIX_EPOCH;
-
-use dunlin::lane::identity::Dated;
 use dunlin_lane::{Peer, PeerName};
 use dunlin_tunnel::{LaneStatus, OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
+use crate::published::CertificateLine;
 use crate::text::clean;
 
 /// A running tunnel.
@@ -33,18 +31,6 @@ pub(crate) struct TunnelLine {
     /// The items of the tunnel's identities that expire.
     #[serde(default)]
     pub(crate) certificates: Vec<CertificateLine>,
-}
-
-/// An item of an identity that expires.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct CertificateLine {
-    /// `certificate`, `authority's certificate` or `revocation list`.
-    pub(crate) item: String,
-    pub(crate) path: String,
-    /// The item's position in that file, from zero.
-    pub(crate) position: usize,
-    /// The end of the validity, in seconds since 1970.
-    pub(crate) not_after_unix_s: u64,
 }
 
 /// A route, and its traffic since the tunnel started. The tunnel *reads* from this host's
@@ -232,18 +218,6 @@ impl From<&LaneStatus> for LaneLine {
             direction: if lane.sends { "sent" } else { "received" }.to_owned(),
             bytes: lane.bytes,
             retransmits: lane.retransmits,
-        }
-    }
-}
-
-impl From<&Dated> for CertificateLine {
-    fn from(dated: &Dated) -> Self {
-        let since = dated.not_after.duration_since(UNIX_EPOCH);
-        Self {
-            item: dated.item.to_string(),
-            path: dated.path.display().to_string(),
-            position: dated.position,
-            not_after_unix_s: since.unwrap_or_default().as_secs(),
         }
     }
 }

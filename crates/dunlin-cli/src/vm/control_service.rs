@@ -31,6 +31,7 @@ use crate::control::{self, Socket};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::output::put;
+use crate::published::CertificateLine;
 use crate::service::start;
 use crate::state::hex;
 use crate::text::clean;
@@ -388,13 +389,15 @@ impl ControlService {
         }
     }
 
-    /// The status for the status socket. A process without a VM is `waiting`.
-    pub(crate) fn report(&self) -> String {
-        let status = self.status().unwrap_or_else(|_| StatusLine {
+    /// The status for the status socket, with the items of the process's identity. A process without
+    /// a VM is `waiting`.
+    pub(crate) fn report(&self, certificates: Vec<CertificateLine>) -> String {
+        let mut status = self.status().unwrap_or_else(|_| StatusLine {
             pid: std::process::id(),
             state: "waiting".into(),
             ..StatusLine::default()
         });
+        status.certificates = certificates;
         Line::Status(status).to_json()
     }
 
@@ -653,6 +656,6 @@ fn status_of(vm: &Vm) -> StatusLine {
         full_passes: vm.full_passes(),
         downtime_ms: stats.downtime.map(millis),
         largest_gap_ms: millis(stats.largest_gap),
-        migration: None,
+        ..StatusLine::default()
     }
 }

@@ -96,11 +96,9 @@ impl Receive {
         // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
-        for (published, service) in published.iter().zip(&services) {
-            let own = Arc::clone(service);
-            published.serve(move || own.report())?;
-        }
-        ControlService::watch(services.clone(), signals)?;
+        let (own, held) = (Arc::clone(&service), Arc::clone(&accepting));
+        published.serve(move || own.report(held.expiry()))?;
+        service.watch(signals)?;
         reload_at(hang_ups, self.own.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),

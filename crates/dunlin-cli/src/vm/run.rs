@@ -136,7 +136,7 @@ impl Run {
         started.say(self.own.json);
         service.serve(&socket)?;
         let own = Arc::clone(&service);
-        published.serve(move || own.report())?;
+        published.serve(move || own.report(Vec::new()))?;
         service.keep(&vm)
     }
 }

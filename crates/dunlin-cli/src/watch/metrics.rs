@@ -104,7 +104,7 @@ const METRICS: &[Metric] = metrics! {
     Gauge "dunlin_processes_silent" ("kind")
         "Processes that did not report their status within two seconds: they may be stopped."
         => |view, put| {
-        for kind in ["vm", "tunnel", "ipsec"] {
+        for kind in ["vm", "tunnel", "ipsec", "handoff"] {
             let silent = view.snapshot.silent.iter().filter(|one| one.kind == kind);
             put(&[kind], (silent.count() as u64).into());
         }
@@ -179,16 +179,13 @@ const METRICS: &[Metric] = metrics! {
             Some((tunnel.redirect.as_ref()?.rules.state == "applied").into())
         });
     };
-    Gauge "dunlin_certificate_expiry_timestamp_seconds" ("tunnel item path position")
-        "When an item of a tunnel's identity expires, in seconds since 1970. For a revocation \
-         list: when the next one is due."
+    Gauge "dunlin_certificate_expiry_timestamp_seconds" ("kind name item path position")
+        "When an item of the identity of a process expires, in seconds since 1970. For a \
+         revocation list: when the next one is due. The label kind is tunnel, vm (a process \
+         `vm receive`), ipsec (`ipsec serve`) or handoff (`handoff accept`)."
         => |view, put| {
-        for tunnel in &view.snapshot.tunnels {
-            for one in &tunnel.certificates {
-                let position = one.position.to_string();
-                let of = &[&*tunnel.name, &one.item, &one.path, &position];
-                put(of, one.not_after_unix_s.into());
-            }
+        for (labels, at) in expiries(view.snapshot) {
+            put(&labels.each_ref().map(String::as_str), at.into());
         }
     };
     Gauge "dunlin_migrations_active" ("role")
@@ -208,13 +205,7 @@ const METRICS: &[Metric] = metrics! {
     };
     Counter "dunlin_migration_lane_bytes" ("vm uuid lane")
         "Guest memory that a lane of a migration under way has carried."
-        => |view, put| {
-        for (line, migration) in migrations(view) {
-            for (lane, bytes) in migration.progress.iter().flat_map(|one| &one.lanes) {
-                put(&[&line.vm, &line.uuid, &lane.to_string()], (*bytes).into());
-            }
-        }
-    };
+        => |view, put| sending_lanes(view, put, |progress| progress.lanes.clone());
     Gauge "dunlin_migration_remaining_bytes" ("vm uuid")
         "Guest memory that is still to be sent in this iteration."
         => |view, put| sending(view, put, |progress| progress.remaining_bytes.into());
@@ -246,6 +237,14 @@ const METRICS: &[Metric] = metrics! {
         for (line, migration) in migrations(view) {
             put(&[&line.vm, &line.uuid], migration.lanes_lost.into());
         }
+    };
+    Counter "dunlin_migration_lane_retransmits" ("vm uuid lane")
+        "TCP segments that a lane of a migration under way has sent again."
+        => |view, put| {
+        sending_lanes(view, put, |progress| {
+            let lanes = progress.retransmits.iter();
+            lanes.map(|(lane, count)| (*lane, (*count).into())).collect()
+        })
     };
     Counter "dunlin_migrations" ("role result")
         "Migrations of `dunlin vm` that ended: moved, failed, cancelled or in-doubt."
@@ -306,7 +305,54 @@ const METRICS: &[Metric] = metrics! {
     Counter "dunlin_ipsec_sa_not_authentic" ("peer direction spi cpu")
         "Packets that the kernel dropped because they were changed or forged."
         => |view, put| associations(view, put, |one| Some(one.not_authentic?.into()));
+    Counter "dunlin_handoff_handed_over" ("at name")
+        "Connections that `handoff accept` handed over, by its address and the server name."
+        => |view, put| {
+        for handoff in &view.snapshot.handoffs {
+            for (name, count) in &handoff.handed_over {
+                put(&[&handoff.address, name], (*count).into());
+            }
+        }
+    };
+    Counter "dunlin_handoff_forwarded" ("at")
+        "Clients that `handoff accept` forwarded to the server of --else."
+        => |view, put| {
+        for handoff in &view.snapshot.handoffs {
+            put(&[&handoff.address], handoff.forwarded.into());
+        }
+    };
+    Counter "dunlin_handoff_refused" ("at fault")
+        "Clients that `handoff accept` refused, and clients whose handshake or hand-off failed, by \
+         the fault code."
+        => |view, put| {
+        for handoff in &view.snapshot.handoffs {
+            for (fault, count) in &handoff.refused {
+                put(&[&handoff.address, fault], (*count).into());
+            }
+        }
+    };
 };
+
+/// The items of all identities by their labels, with the time at which each expires. If several
+/// processes have the same labels, the earliest time counts: the others have loaded a newer file.
+fn expiries(snapshot: &Snapshot) -> BTreeMap<[String; 5], u64> {
+    let tunnels = snapshot.tunnels.iter();
+    let tunnels = tunnels.map(|one| ("tunnel", &one.name, &one.certificates));
+    let handoffs = snapshot.handoffs.iter();
+    let handoffs = handoffs.map(|one| ("handoff", &one.address, &one.certificates));
+    let others = snapshot.identities.iter();
+    let others = others.map(|one| (&*one.kind, &one.name, &one.certificates));
+    let mut earliest = BTreeMap::new();
+    for (kind, name, certificates) in tunnels.chain(handoffs).chain(others) {
+        for one in certificates {
+            let position = one.position.to_string();
+            let labels = [kind, name, &one.item, &one.path, &position].map(str::to_owned);
+            let at = earliest.entry(labels).or_insert(one.not_after_unix_s);
+            *at = one.not_after_unix_s.min(*at);
+        }
+    }
+    earliest
+}
 
 /// Passes a value of every tunnel that has it.
 fn tunnels(view: &View<'_>, put: Put<'_>, value: fn(&TunnelLine) -> Option<Value>) {
@@ -369,7 +415,16 @@ fn sending(view: &View<'_>, put: Put<'_>, value: fn(&ProgressLine) -> Value) {
     }
 }
 
-/// Passes a counter of every SA that has it; an SA that was removed has none.
+/// Passes a counter of every lane of every migration from this host that has sent memory.
+fn sending_lanes(view: &View<'_>, put: Put<'_>, counters: fn(&ProgressLine) -> Vec<(u16, u64)>) {
+    for (line, migration) in migrations(view) {
+        for (lane, count) in migration.progress.iter().flat_map(counters) {
+            put(&[&line.vm, &line.uuid, &lane.to_string()], count.into());
+        }
+    }
+}
+
+/// Passes a counter of every SA that still has it.
 fn associations(view: &View<'_>, put: Put<'_>, value: fn(&AssociationLine) -> Option<u64>) {
     for session in &view.snapshot.ipsec {
         for one in &session.associations {

@@ -119,7 +119,7 @@ fn key_of(one: &AssociationLine) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::time::{Duration, Instant, SystemTime};
+    use std::time::{Duration, Instant};
 
     use serde_json::{Value, from_value, json};
 
@@ -136,13 +136,10 @@ mod tests {
         let ipsec: Value = json!({"peer": "b", "up": true, "process": pid, "kept": true,
             "associations": [sa]});
         Snapshot {
-            taken: SystemTime::now(),
             at: start + Duration::from_secs(at_s),
-            sessions: Vec::new(),
             tunnels: vec![from_value(tunnel).unwrap()],
             ipsec: vec![from_value(ipsec).unwrap()],
-            silent: Vec::new(),
-            failures: Vec::new(),
+            ..Snapshot::empty()
         }
     }
 

@@ -1,5 +1,6 @@
 //! The state of all processes of this host at one time.
 
+use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,9 +15,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::FAILED;
 use crate::ipsec;
-use crate::line::{FailedLine, Line, MigrationLine, StatusLine};
+use crate::line::{FailedLine, HandoffLine, Line, MigrationLine, StatusLine};
 use crate::options::{ControlPath, IPSEC, TUNNELS};
-use crate::published::{self, STATUS};
+use crate::published::{self, CertificateLine, STATUS};
 use crate::state::{StatePath, hex};
 use crate::text::chained;
 use crate::tunnel::{self, line::TunnelLine};
@@ -32,7 +33,7 @@ const MAX_PROCESSES: usize = 4096;
 /// Maximum number of processes that are asked at the same time. More processes are asked in turn.
 const ASKED_AT_ONCE: usize = 32;
 
-/// The sessions, tunnels and keying sessions of this host at one time.
+/// The sessions, tunnels, keying sessions and hand-offs of this host at one time.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
     /// When the snapshot was complete, by this host's clock.
@@ -44,6 +45,10 @@ pub(crate) struct Snapshot {
     pub(crate) tunnels: Vec<TunnelLine>,
     /// The IPsec sessions of the processes `ipsec serve` and `ipsec up`.
     pub(crate) ipsec: Vec<ipsec::SessionLine>,
+    /// The processes `handoff accept`.
+    pub(crate) handoffs: Vec<HandoffLine>,
+    /// The identities of processes other than tunnels and hand-offs.
+    pub(crate) identities: Vec<Held>,
     /// The processes that did not answer in time.
     pub(crate) silent: Vec<Silent>,
     /// Why all journals, or single ones, could not be read.
@@ -95,10 +100,20 @@ impl SessionLine {
     }
 }
 
+/// The identity that a process holds.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Held {
+    /// `vm` or `ipsec`.
+    pub(crate) kind: String,
+    /// The name of the VM, which is empty before it arrives; or the name of the process.
+    pub(crate) name: String,
+    pub(crate) certificates: Vec<CertificateLine>,
+}
+
 /// A process that did not answer.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Silent {
-    /// `vm`, `tunnel` or `ipsec`.
+    /// `vm`, `tunnel`, `ipsec` or `handoff`.
     pub(crate) kind: String,
     pub(crate) control: String,
     pub(crate) text: String,
@@ -110,18 +125,21 @@ enum Target {
     Vm(PathBuf),
     Tunnel(PathBuf),
     Ipsec(PathBuf),
+    Handoff(PathBuf),
 }
 
 enum Answer {
     Vm(Box<StatusLine>),
     Tunnel(Box<TunnelLine>),
-    Ipsec(Vec<ipsec::SessionLine>),
+    Ipsec(ipsec::Answer),
+    Handoff(HandoffLine),
 }
 
 impl Target {
     fn path(&self) -> &Path {
         match self {
-            Self::Vm(path) | Self::Tunnel(path) | Self::Ipsec(path) => path,
+            Self::Vm(path) | Self::Tunnel(path) => path,
+            Self::Ipsec(path) | Self::Handoff(path) => path,
         }
     }
 
@@ -133,6 +151,7 @@ impl Target {
             "vm" => Some(Self::Vm(socket)),
             "tunnel" => Some(Self::Tunnel(socket)),
             "ipsec" => Some(Self::Ipsec(socket)),
+            "handoff" => Some(Self::Handoff(socket)),
             _ => None,
         }
     }
@@ -142,6 +161,7 @@ impl Target {
             Self::Vm(_) => "vm",
             Self::Tunnel(_) => "tunnel",
             Self::Ipsec(_) => "ipsec",
+            Self::Handoff(_) => "handoff",
         }
     }
 
@@ -150,6 +170,7 @@ impl Target {
             Self::Vm(path) => Answer::Vm(Box::new(vm::status(path, limit)?)),
             Self::Tunnel(path) => Answer::Tunnel(Box::new(tunnel::status_within(path, limit)?)),
             Self::Ipsec(path) => Answer::Ipsec(ipsec::status_within(path, limit)?),
+            Self::Handoff(_) => bail!("a hand-off takes no requests"),
         })
     }
 
@@ -159,10 +180,11 @@ impl Target {
             return Ok(None);
         };
         let answer = match self {
-            Self::Ipsec(_) => Answer::Ipsec(ipsec::parse_status(&text)?),
+            Self::Ipsec(_) => Answer::Ipsec(serde_json::from_str(&text)?),
             _ => match (self, serde_json::from_str(&text)?) {
                 (Self::Vm(_), Line::Status(status)) => Answer::Vm(Box::new(status)),
                 (Self::Tunnel(_), Line::Tunnel(line)) => Answer::Tunnel(line),
+                (Self::Handoff(_), Line::Handoff(line)) => Answer::Handoff(line),
                 _ => bail!("unexpected status: the process may run another release"),
             },
         };
@@ -227,13 +249,15 @@ impl Snapshot {
     }
 
     /// A snapshot of now, without content.
-    fn empty() -> Self {
+    pub(crate) fn empty() -> Self {
         Self {
             taken: SystemTime::now(),
             at: Instant::now(),
             sessions: Vec::new(),
             tunnels: Vec::new(),
             ipsec: Vec::new(),
+            handoffs: Vec::new(),
+            identities: Vec::new(),
             silent: Vec::new(),
             failures: Vec::new(),
         }
@@ -241,9 +265,26 @@ impl Snapshot {
 
     fn add(&mut self, answer: Answer) {
         match answer {
-            Answer::Vm(status) => self.sessions.extend(Session::reported(*status)),
+            Answer::Vm(mut status) => {
+                self.add_identity("vm", &status.name, mem::take(&mut status.certificates));
+                self.sessions.extend(Session::reported(*status));
+            }
             Answer::Tunnel(line) => self.tunnels.push(*line),
-            Answer::Ipsec(lines) => self.ipsec.extend(lines),
+            Answer::Ipsec(answer) => {
+                self.add_identity("ipsec", &answer.name, answer.certificates);
+                self.ipsec.extend(answer.sessions);
+            }
+            Answer::Handoff(line) => self.handoffs.push(line),
+        }
+    }
+
+    fn add_identity(&mut self, kind: &str, name: &str, certificates: Vec<CertificateLine>) {
+        if !certificates.is_empty() {
+            self.identities.push(Held {
+                kind: kind.to_owned(),
+                name: name.to_owned(),
+                certificates,
+            });
         }
     }
 

@@ -101,6 +101,8 @@ impl Source {
             "sessions": sessions,
             "tunnels": snapshot.tunnels,
             "ipsec": snapshot.ipsec,
+            "handoffs": snapshot.handoffs,
+            "identities": snapshot.identities,
             "silent": snapshot.silent,
             "history": finished,
         });

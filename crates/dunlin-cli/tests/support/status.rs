@@ -1,13 +1,17 @@
 //! `dunlin serve-status` as a process, and a client that sends any bytes.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::support::process::Process;
 use super::support::words;
@@ -104,4 +108,66 @@ pub fn answer(mut stream: impl Stream, bytes: &[u8]) -> (u16, String) {
     );
     assert!(!head.to_lowercase().contains("access-control"), "{head}");
     (code, body.to_owned())
+}
+
+/// Processes that never were: each writes `text` to every client of its status socket.
+pub struct Fakes {
+    stop: Arc<AtomicBool>,
+    /// How often clients have asked them.
+    pub asked: Arc<AtomicUsize>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Fakes {
+    pub fn start(control: &Path, count: usize, text: impl Fn(usize) -> String) -> Self {
+        let directory = control.join("status");
+        fs::create_dir_all(&directory).unwrap();
+        let fakes: Vec<_> = (0..count)
+            .map(|number| {
+                let path = directory.join(format!("vm-{number}.sock"));
+                let listener = UnixListener::bind(path).unwrap();
+                listener.set_nonblocking(true).unwrap();
+                (listener, text(number))
+            })
+            .collect();
+        let (stop, asked) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+        let (stopped, counted) = (Arc::clone(&stop), Arc::clone(&asked));
+        let thread = thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                for (listener, text) in &fakes {
+                    while let Ok((mut client, _)) = listener.accept() {
+                        counted.fetch_add(1, Ordering::Relaxed);
+                        // The client may be gone.
+                        let _ = client.write_all(text.as_bytes());
+                    }
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        Self {
+            stop,
+            asked,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for Fakes {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// The status of a VM that migrates, with a name from a hostile source.
+pub fn migrating(number: usize) -> String {
+    let progress = json!({"iteration": 2, "bytes_per_s": 1 << 20, "remaining_bytes": 5 << 20,
+        "dirty_pages_per_s": 7, "predicted_downtime_ms": 1.5, "lanes": [[1, 100], [2, 200]]});
+    let migration = json!({"role": "source", "peer": "<b>&\u{202e}", "phase": "pre-copy",
+        "seconds": 3.0, "rate": null, "throttle": 0, "progress": progress});
+    let name = format!("vm {number} <img src=x onerror=alert(1)>\u{1b}");
+    json!({"event": "status", "name": name, "uuid": format!("{number:032x}"), "pid": number,
+        "state": "running", "memory_bytes": 1, "pages_checked": 0, "beats": 0, "full_passes": 0,
+        "downtime_ms": null, "largest_gap_ms": 0.0, "migration": migration})
+    .to_string()
 }

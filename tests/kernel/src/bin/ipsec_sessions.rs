@@ -1,11 +1,12 @@
 //! Sessions of `dunlin ipsec` install SAs, renew keys and detect interference by other programs.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use dunlin_kernel_tests::sessions::{
     AT, AT_6, BYTES, Capture, LIMIT, NAME, PORTS, Process, SERVER, SERVER_6, associations,
@@ -32,6 +33,8 @@ fn main() -> ExitCode {
         credentials(guest);
         let capture = Capture::begin("b", "sessions.pcap");
         let serve = Process::serve();
+        println!("the_server_reports_when_its_identity_expires");
+        the_server_reports_when_its_identity_expires(&serve);
         println!("i6_each_of_four_connections_has_an_sa_and_new_keys");
         i6_each_of_four_connections_has_an_sa_and_new_keys(guest);
         println!("each_cpu_has_an_sa");
@@ -69,6 +72,30 @@ fn main() -> ExitCode {
         assert!(seen("ip6 and udp port 4500") > 10, "by ESP in UDP");
         assert!(seen("tcp and port 7302") > 10, "the control connections");
     })
+}
+
+/// `dunlin serve-status` reads this socket.
+fn the_server_reports_when_its_identity_expires(serve: &Process) {
+    let socket = format!("run-b/status/ipsec-{}.sock", serve.0.id());
+    let mut text = String::new();
+    until("the status socket", || {
+        let stream = UnixStream::connect(&socket);
+        stream.is_ok_and(|mut stream| stream.read_to_string(&mut text).is_ok())
+    });
+    let status: Value = serde_json::from_str(&text).expect("the status is an object");
+    assert_eq!(status["name"], "serve", "{status}");
+    let items = status["certificates"].as_array().expect("items");
+    let names: Vec<_> = items.iter().map(|one| &one["item"]).collect();
+    assert_eq!(
+        names,
+        ["certificate", "authority's certificate"],
+        "{status}"
+    );
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = now.expect("the clock is after 1970").as_secs();
+    for one in items {
+        assert!(one["not_after_unix_s"].as_u64() > Some(now), "{status}");
+    }
 }
 
 /// Uses `ipsec up --mode connection` as for a hypervisor with several connections.

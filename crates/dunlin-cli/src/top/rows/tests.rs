@@ -1,5 +1,3 @@
-use std::time::{Instant, SystemTime};
-
 use serde_json::{Value, from_value, json};
 
 use super::*;
@@ -40,16 +38,12 @@ fn snapshot(sessions: Vec<Value>, tunnels: Vec<Value>) -> Snapshot {
         recorded: None,
     };
     Snapshot {
-        taken: SystemTime::now(),
-        at: Instant::now(),
         sessions: sessions.into_iter().map(session).collect(),
         tunnels: tunnels
             .into_iter()
             .map(|line| from_value(line).unwrap())
             .collect(),
-        ipsec: Vec::new(),
-        silent: Vec::new(),
-        failures: Vec::new(),
+        ..Snapshot::empty()
     }
 }
 

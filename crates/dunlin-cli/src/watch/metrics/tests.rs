@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime};
 
 use serde_json::{from_value, json};
 
+use super::super::snapshot::Held;
 use super::*;
 use crate::published::history::Finished;
 
@@ -108,6 +108,80 @@ fn the_dashboard_the_alerts_and_the_page_use_only_names_that_exist() {
     }
 }
 
+/// The labels that an expression names: in braces before an operator, and after `by`.
+fn labels_in(expression: &str) -> BTreeSet<String> {
+    let after = |text: &'static str, end: char| {
+        let parts = expression.split(text).skip(1);
+        parts.filter_map(move |part| part.split(end).next())
+    };
+    let matchers = after("{", '}').flat_map(|part| part.split(','));
+    let matchers = matchers.filter_map(|one| one.split(['=', '!']).next());
+    let groups = after(" by (", ')').flat_map(|part| part.split(", "));
+    matchers.chain(groups).map(str::to_owned).collect()
+}
+
+/// The labels that a text of a legend or of an alert inserts.
+fn inserted(text: &str) -> BTreeSet<String> {
+    let parts = text.split("{{").skip(1);
+    let parts = parts.filter_map(|part| part.split("}}").next());
+    let names = parts.map(|part| part.trim().trim_start_matches("$labels."));
+    names.map(str::to_owned).collect()
+}
+
+/// Asserts that the metrics of the expression have these labels. Prometheus adds `instance`, and
+/// `le` is that of buckets.
+fn assert_labels(expression: &str, used: impl IntoIterator<Item = String>) {
+    let names = names_in(expression);
+    let metrics = METRICS.iter();
+    let metrics = metrics.filter(|one| samples_of(one).iter().any(|name| names.contains(name)));
+    let known: BTreeSet<&str> = metrics
+        .flat_map(|one| one.labels.split(' '))
+        .chain(["instance", "le"])
+        .collect();
+    for label in used {
+        assert!(known.contains(&*label), "no label {label}: {expression}");
+    }
+}
+
+#[test]
+fn the_dashboard_and_the_alerts_use_only_labels_that_the_metrics_have() {
+    let read = |file: &str| fs::read_to_string(repository().join(file)).unwrap();
+    let dashboard: serde_json::Value =
+        serde_json::from_str(&read("dist/grafana/dunlin.json")).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels
+        .iter()
+        .flat_map(|panel| panel["targets"].as_array().unwrap());
+    let mut expressions = 0;
+    for target in targets {
+        let expression = target["expr"].as_str().unwrap();
+        let legend = target["legendFormat"].as_str().unwrap();
+        assert_labels(
+            expression,
+            labels_in(expression).into_iter().chain(inserted(legend)),
+        );
+        expressions += 1;
+    }
+    assert!(expressions >= 25, "{expressions}");
+
+    let alerts = read("dist/prometheus/alerts.yaml");
+    let mut expressions = 0;
+    for alert in alerts.split("- alert: ").skip(1) {
+        let of = |key: &str| {
+            let value = alert.lines().find_map(|line| line.trim().strip_prefix(key));
+            value.unwrap_or_else(|| panic!("no {key} in {alert}"))
+        };
+        let expression = of("expr: ");
+        let summary = of("summary: ");
+        assert_labels(
+            expression,
+            labels_in(expression).into_iter().chain(inserted(summary)),
+        );
+        expressions += 1;
+    }
+    assert!(expressions >= 13, "{expressions}");
+}
+
 #[test]
 fn every_alert_has_its_reason() {
     let text = fs::read_to_string(repository().join("dist/prometheus/alerts.yaml")).unwrap();
@@ -141,22 +215,34 @@ fn snapshot(name: &str) -> Snapshot {
     let ipsec = json!({"peer": name, "ports": "1-2", "up": true, "kept": true,
         "associations": [association]});
     let progress = json!({"iteration": 2, "bytes_per_s": 1, "remaining_bytes": 19,
-        "dirty_pages_per_s": 20, "predicted_downtime_ms": 21.0, "lanes": [[1, 22]]});
+        "dirty_pages_per_s": 20, "predicted_downtime_ms": 21.0, "lanes": [[1, 22]],
+        "retransmits": [[1, 30]]});
     let migration = json!({"role": "source", "peer": name, "phase": "pre-copy", "seconds": 1.0,
         "rate": null, "throttle": 50, "progress": progress, "lanes_lost": 23});
     let status = json!({"name": name, "uuid": "00", "pid": 2, "state": "running",
         "memory_bytes": 1, "pages_checked": 0, "beats": 0, "full_passes": 0, "downtime_ms": null,
         "largest_gap_ms": 0.0, "migration": migration});
+    let expiring = |not_after_unix_s: u64| {
+        json!([{"item": "certificate", "path": "own", "position": 0,
+            "not_after_unix_s": not_after_unix_s}])
+    };
+    let handoff = json!({"pid": 3, "address": "192.0.2.1:443", "handed_over": {"pool": 24},
+        "forwarded": 25, "refused": {"malformed": 26}, "certificates": expiring(27)});
+    // Two processes with the same file: one of them has not loaded the newer one yet.
+    let identities = [29, 28, 29].map(|at| Held {
+        kind: "vm".to_owned(),
+        name: String::new(),
+        certificates: from_value(expiring(at)).unwrap(),
+    });
     Snapshot {
-        taken: SystemTime::now(),
-        at: Instant::now(),
         sessions: Vec::from_iter(super::super::snapshot::Session::reported(
             from_value(status).unwrap(),
         )),
         tunnels: vec![from_value(tunnel).unwrap()],
         ipsec: vec![from_value(ipsec).unwrap()],
-        silent: Vec::new(),
-        failures: Vec::new(),
+        handoffs: vec![from_value(handoff).unwrap()],
+        identities: identities.into(),
+        ..Snapshot::empty()
     }
 }
 
@@ -209,7 +295,18 @@ fn every_metric_has_a_sample_with_its_labels() {
         }
     }
     let value = |name: &str| samples.iter().find(|one| one.0 == name).unwrap().2;
-    assert_eq!(value("dunlin_certificate_expiry_timestamp_seconds"), 12.0);
+    let expiry = |of: &str| {
+        let mut found = samples.iter().filter(|(name, labels, _)| {
+            name == "dunlin_certificate_expiry_timestamp_seconds" && labels.contains(of)
+        });
+        let (_, _, at) = found.next().unwrap();
+        assert!(found.next().is_none(), "{of}");
+        *at
+    };
+    assert_eq!(expiry("kind=\"tunnel\",name=\"t\""), 12.0);
+    assert_eq!(expiry("kind=\"handoff\",name=\"192.0.2.1:443\""), 27.0);
+    assert_eq!(expiry("kind=\"vm\",name=\"\""), 28.0);
+    assert_eq!(value("dunlin_migration_lane_retransmits_total"), 30.0);
     assert_eq!(value("dunlin_migration_throttle_ratio"), 0.5);
     // Two connections to the same peer are one series.
     assert_eq!(value("dunlin_tunnel_lane_bytes_total"), 16.0);

@@ -213,6 +213,8 @@ function updateSession(card, session) {
   if (migration.throttle) pairs.push(["slowed by", `${migration.throttle} %`]);
   if (migration.rate) pairs.push(["capped at", rate(migration.rate)]);
   if (migration.lanes_lost) pairs.push(["lanes lost", String(migration.lanes_lost)]);
+  const again = ((progress && progress.retransmits) || []).reduce((all, [, segments]) => all + segments, 0);
+  if (again) pairs.push(["sent again", count(again, "segment")]);
   facts(card.querySelector(".facts"), pairs);
   card.children[2].hidden = card.children[3].hidden = !progress;
   if (!progress) return;
@@ -223,7 +225,9 @@ function updateSession(card, session) {
   drawIterations(passes, migration.iterations || []);
   lanes(card.querySelector(".lanes"), progress.lanes.map(([lane, value]) => {
     const speed = rateOf(`${key} lane ${lane}`, value, migration.seconds);
-    return { key: String(lane), name: `lane ${lane}`, kind: "", value, title: `${bytes(value)}${speed === null ? "" : `, ${rate(speed)}`}` };
+    const again = new Map(progress.retransmits || []).get(lane) || 0;
+    return { key: String(lane), name: `lane ${lane}`, kind: "", value,
+      title: `${bytes(value)}${speed === null ? "" : `, ${rate(speed)}`}, ${count(again, "retransmit")}` };
   }));
 }
 function drawIterations(svg, all) {
@@ -308,6 +312,19 @@ function updateIpsec(card, session) {
   ], session.associations, (sa) => `${sa.direction} ${sa.spi}`);
 }
 
+function updateHandoffs(all) {
+  byId("handoffs-section").hidden = all.length === 0;
+  const sum = (counts) => Object.values(counts).reduce((so, one) => so + one, 0);
+  const each = (counts) => Object.entries(counts).map(([name, one]) => `${name}: ${one}`).join(", ");
+  table(byId("handoffs"), "Clients since each process started", [
+    ["Port", false, (one, cell) => { cell.className = "key"; return one.address; }],
+    ["Handed over", true, (one, cell) => { cell.title = each(one.handed_over); return String(sum(one.handed_over)); }],
+    ["Forwarded", true, (one) => String(one.forwarded)],
+    ["Refused", true, (one) => String(sum(one.refused))],
+    ["Refused for", false, (one) => each(one.refused)],
+  ], all, (one) => `${one.address} ${one.pid}`);
+}
+
 // ---- The last migrations ---------------------------------------------------------------------
 
 const PARTS = [["pause_ms", "pause"], ["last_pages_ms", "last pages"], ["state_ms", "state"], ["ready_ms", "ready"], ["resume_ms", "resume"]];
@@ -345,7 +362,7 @@ function updateHistory(all) {
     ["VM", false, (one, cell) => { cell.className = "key"; return one.vm; }],
     ["Direction", false, (one) => `${one.role === "source" ? "to" : "from"} ${one.peer}`],
     ["Result", false, (one, cell) => {
-      cell.firstElementChild || cell.append(make("span", { class: one.result, text: one.fault ? `${one.result}: ${one.fault}` : one.result }));
+      cell.firstElementChild || cell.append(make("span", { class: one.result, text: one.fault && one.fault !== one.result ? `${one.result}: ${one.fault}` : one.result }));
       if (one.text) cell.title = one.text;
     }],
     ["Took", true, (one) => time(one.total_s)],
@@ -379,13 +396,16 @@ function alertsOfTunnel(tunnel) {
     if (peer.refused) found.push(alert("error", `${of}: ${shortName(peer.peer)} gets no new connections`, peer.refused));
     if (peer.trouble) found.push(alert("warning", `${of}: lanes to ${shortName(peer.peer)} cannot be opened`, peer.trouble));
   }
-  for (const one of tunnel.certificates) {
+  return found.concat(expiring(of, tunnel.certificates));
+}
+// A process loads the items of its identity at its start and at each SIGHUP.
+function expiring(of, certificates) {
+  return certificates.flatMap((one) => {
     const left = one.not_after_unix_s - Date.now() / 1000;
     const what = `${of}: ${one.item} in ${one.path}`;
-    if (left < 0) found.push(alert("error", `${what} has expired`, "renew it and reload the tunnel"));
-    else if (left < 14 * DAY_S) found.push(alert("warning", `${what} expires in ${time(left)}`, "renew it and reload the tunnel"));
-  }
-  return found;
+    if (left < 0) return [alert("error", `${what} has expired`, "renew it and reload the process")];
+    return left < 14 * DAY_S ? [alert("warning", `${what} expires in ${time(left)}`, "renew it and reload the process")] : [];
+  });
 }
 function alertsOf(status) {
   const found = status.silent.map((one) =>
@@ -400,6 +420,10 @@ function alertsOf(status) {
   for (const tunnel of status.tunnels) found.push(...alertsOfTunnel(tunnel));
   for (const session of status.ipsec) {
     if (!session.up) found.push(alert("error", `IPsec with ${session.peer} is not up`, "packets of the ports are blocked"));
+  }
+  for (const one of status.handoffs) found.push(...expiring(`Hand-off at ${one.address}`, one.certificates));
+  for (const one of status.identities) {
+    found.push(...expiring(one.kind === "vm" ? (one.name ? `VM ${one.name}` : "Process that waits for a VM") : `IPsec ${one.name}`, one.certificates));
   }
   for (const one of status.history) {
     const age = (status.taken_ms - one.ended_ms) / 1000;
@@ -458,6 +482,7 @@ function show(status) {
   byId("ipsec-section").hidden = status.ipsec.length === 0;
   keyed(byId("ipsec"), status.ipsec, (one) => `${one.peer} ${one.ports}`,
     () => make("article", { class: "card" }, make("div", { class: "top" }, make("h3"), make("span", { class: "soft" })), make("div")), updateIpsec);
+  updateHandoffs(status.handoffs);
   updateHistory(status.history);
   forget(new Set(sessions.map(keyOf)));
 }
