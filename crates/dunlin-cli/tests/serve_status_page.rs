@@ -25,7 +25,7 @@ fn is_soak() -> bool {
     is
 }
 
-/// A page that has seen some samples: its document, and what the browser logged.
+/// The document of the page after some samples, and what the browser logged.
 fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
     let profile = Scratch::new();
     let mut browser = Command::new("chromium");

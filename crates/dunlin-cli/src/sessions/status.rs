@@ -1,14 +1,16 @@
-//! `dunlin status`: every session in this host's journals, and every tunnel that runs here.
+//! `dunlin status`: every session in this host's journals, and every tunnel that runs here. With
+//! `--history`, the migrations that have ended.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use dunlin::engine::journal::{DestinationRecord, Entry, Record, SourceRecord, State};
 
 use crate::code::{DONE, FAILED};
-use crate::line::Line;
+use crate::line::{Line, print_json};
 use crate::options::ControlPath;
+use crate::published::history::{self, Finished};
 use crate::state::{StatePath, about, hex};
 use crate::text::clean;
 use crate::tunnel;
@@ -21,13 +23,20 @@ pub(crate) struct Status {
     state: StatePath,
     #[command(flatten)]
     control: ControlPath,
-    /// Print one JSON object for each session and each tunnel.
+    /// Show the last migrations of `dunlin vm` on this host that have ended, instead of sessions and
+    /// tunnels. The newest is the last.
+    #[arg(long)]
+    history: bool,
+    /// Print one JSON object for each session and each tunnel, or for each ended migration.
     #[arg(long)]
     json: bool,
 }
 
 impl Status {
     pub(crate) fn run(&self) -> Result<i32> {
+        if self.history {
+            return self.show_history();
+        }
         let snapshot = Snapshot::take(&self.state, &self.control, LIVE_LIMIT);
         if self.json {
             for session in snapshot.sessions {
@@ -58,6 +67,46 @@ impl Status {
             FAILED
         })
     }
+
+    fn show_history(&self) -> Result<i32> {
+        let Some(directory) = history::directory(&self.control) else {
+            bail!("--control must be a directory: the history is below it");
+        };
+        let finished = history::read(&directory);
+        for (_, one) in &finished {
+            if self.json {
+                let mut object = serde_json::to_value(one)?;
+                object["event"] = "history".into();
+                print_json(&object);
+            } else {
+                println!("{}", ended(one));
+            }
+        }
+        if finished.is_empty() && !self.json {
+            println!("no ended migrations in {}", directory.display());
+        }
+        Ok(DONE)
+    }
+}
+
+/// A migration that has ended, for people.
+fn ended(one: &Finished) -> String {
+    let way = match &*one.role {
+        "source" => "to",
+        _ => "from",
+    };
+    let how = match (&*one.result, one.guest_downtime_ms) {
+        ("moved", Some(ms)) => format!("moved, downtime {ms:.1} ms as the guest saw it"),
+        ("moved", None) => "moved".to_owned(),
+        (result, _) => format!("{result}: {} [{}]", one.text, one.fault),
+    };
+    clean(&format!(
+        "{} {way} {}, {:.1} s, ended {} ago: {how}",
+        one.vm,
+        one.peer,
+        one.total_s,
+        ago(one.ended_ms)
+    ))
 }
 
 /// Prints a session for people.

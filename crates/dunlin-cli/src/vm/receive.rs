@@ -96,9 +96,11 @@ impl Receive {
         // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
-        let (own, held) = (Arc::clone(&service), Arc::clone(&accepting));
-        published.serve(move || own.report(held.expiry()))?;
-        service.watch(signals)?;
+        for (published, service) in published.iter().zip(&services) {
+            let (own, held) = (Arc::clone(service), Arc::clone(&accepting));
+            published.serve(move || own.report(held.expiry()))?;
+        }
+        ControlService::watch(services.clone(), signals)?;
         reload_at(hang_ups, self.own.json, &accepting)?;
         self.say(&Line::Listening {
             address: address.clone(),

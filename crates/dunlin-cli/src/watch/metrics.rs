@@ -424,7 +424,7 @@ fn sending_lanes(view: &View<'_>, put: Put<'_>, counters: fn(&ProgressLine) -> V
     }
 }
 
-/// Passes a counter of every SA that still has it.
+/// Passes a counter of every SA that has it; an SA that was removed has none.
 fn associations(view: &View<'_>, put: Put<'_>, value: fn(&AssociationLine) -> Option<u64>) {
     for session in &view.snapshot.ipsec {
         for one in &session.associations {
