@@ -157,7 +157,7 @@ pub(crate) enum Line {
         state: String,
         code: i32,
     },
-    Status(StatusLine),
+    Status(Box<StatusLine>),
     /// The destination's answer about a VM in doubt; see [`VmLocation`].
     Answered {
         vm: String,

@@ -23,7 +23,7 @@ impl Source {
     fn start(hosts: &Hosts, number: u32) -> Self {
         let name = format!("vm{number}");
         let command = words(&format!("vm run --name {name} {GUEST}"));
-        let process = Process::start(command, &hosts.scratch.join(&format!("source{number}")));
+        let process = Process::start(command, &hosts.scratch.join(format!("source{number}")));
         process.wait_for("started");
         Self { name, process }
     }

@@ -398,7 +398,7 @@ impl ControlService {
             ..StatusLine::default()
         });
         status.certificates = certificates;
-        Line::Status(status).to_json()
+        Line::Status(Box::new(status)).to_json()
     }
 
     /// Carries out a command, unless a migration or an unresolved doubt forbids it.

@@ -53,7 +53,7 @@ impl Target {
     pub(super) fn status(&self) -> Result<i32> {
         let status = status(&self.socket()?, ANSWER_LIMIT)?;
         if self.json {
-            Line::Status(status).print();
+            Line::Status(Box::new(status)).print();
             return Ok(DONE);
         }
         println!(
@@ -277,7 +277,7 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
 pub(crate) fn status(socket: &Path, limit: Duration) -> Result<StatusLine> {
     let mut client = Request::Status.ask_within(socket, Some(limit))?;
     client.expect(|line| match line {
-        Line::Status(status) => Some(status),
+        Line::Status(status) => Some(*status),
         _ => None,
     })
 }

@@ -135,7 +135,7 @@ impl Service for ControlService {
         connection: &UnixStream,
     ) -> Result<()> {
         match request {
-            Request::Status => return send(connection, &Line::Status(self.status()?)),
+            Request::Status => return send(connection, &Line::Status(Box::new(self.status()?))),
             Request::Pause => self.command(Command::Pause)?,
             Request::Resume => self.command(Command::Resume)?,
             Request::PowerOff => self.command(Command::PowerOff)?,

@@ -182,7 +182,7 @@ impl Target {
         let answer = match self {
             Self::Ipsec(_) => Answer::Ipsec(serde_json::from_str(&text)?),
             _ => match (self, serde_json::from_str(&text)?) {
-                (Self::Vm(_), Line::Status(status)) => Answer::Vm(Box::new(status)),
+                (Self::Vm(_), Line::Status(status)) => Answer::Vm(status),
                 (Self::Tunnel(_), Line::Tunnel(line)) => Answer::Tunnel(line),
                 (Self::Handoff(_), Line::Handoff(line)) => Answer::Handoff(line),
                 _ => bail!("unexpected status: the process may run another release"),
