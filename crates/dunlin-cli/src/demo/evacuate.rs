@@ -15,7 +15,7 @@ use dunlin_lane::sync::lock;
 use dunlin_microvm::GuestKind;
 use serde_json::json;
 
-use super::{Demo, RUNS_FOR, compare};
+use super::flags::{Demo, RUNS_FOR, compare};
 use crate::code::{DONE, FAILED};
 use crate::display::{MIB, pace};
 use crate::line::{FailedLine, Line, MovedLine, print_json};

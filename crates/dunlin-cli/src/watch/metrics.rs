@@ -322,7 +322,7 @@ const METRICS: &[Metric] = metrics! {
         }
     };
     Counter "dunlin_handoff_refused" ("at fault")
-        "Clients that `handoff accept` refused, and clients whose handshake or hand-off failed, by \
+        "Clients that `handoff accept` refused, and those of which the handshake or hand-off failed, by \
          the fault code."
         => |view, put| {
         for handoff in &view.snapshot.handoffs {
