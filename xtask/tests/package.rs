@@ -5,11 +5,14 @@
 
 #[path = "package/bare.rs"]
 mod bare;
+#[path = "package/upgrade.rs"]
+mod upgrade;
 
 use std::collections::BTreeSet;
 use std::env;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
@@ -56,6 +59,11 @@ struct Package {
 
 impl Package {
     fn new(version: &str) -> Self {
+        Self::of(version, &ready().scratch.join("dunlin"))
+    }
+
+    /// A package with this command.
+    fn of(version: &str, binary: &Path) -> Self {
         let ready = ready();
         let scratch = Scratch::new();
         let version = Version {
@@ -64,7 +72,7 @@ impl Package {
             date: "Thu, 26 Nov 2026 07:03:12 +0000".to_owned(),
         };
         let parts = Parts {
-            binary: &ready.scratch.join("dunlin"),
+            binary,
             source: workspace(),
             pages: &ready.scratch.join("pages"),
             licences: &ready.licences,

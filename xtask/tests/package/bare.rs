@@ -4,8 +4,9 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use dunlin_rig::debian;
 use dunlin_rig::need;
@@ -112,7 +113,27 @@ impl Bare {
         out
     }
 
-    /// Makes the package's scripts find a systemd that runs these units.
+    /// A shell for several scripts, whose processes go on. Until it ends, `run` must not be called.
+    pub fn shell(&self) -> Shell {
+        let mut command = self.command("exec sh");
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Shell {
+            stdin: child.stdin.take().unwrap(),
+            stdout: BufReader::new(child.stdout.take().unwrap()),
+            child,
+        }
+    }
+
+    /// A file in /run of the Debian.
+    pub fn run_file(&self, name: &str) -> PathBuf {
+        self.scratch.join("run").join(name)
+    }
+
+    /// Lets the package's scripts believe that systemd runs these units.
     pub fn fake_systemd(&self, active: &[&str]) {
         fs::create_dir_all(self.scratch.join("run/systemd/system")).unwrap();
         fs::write(self.scratch.join("run/active"), active.join("\n") + "\n").unwrap();
@@ -149,5 +170,54 @@ impl Bare {
             users.join(" ")
         );
         self.run(&script).lines().map(Into::into).collect()
+    }
+}
+
+/// A shell in the Debian. All of its processes end with it.
+pub struct Shell {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Shell {
+    /// Runs a script that succeeds, and returns its output.
+    pub fn run(&mut self, script: &str) -> String {
+        let (out, code) = self.ask(&format!("( {script} ) </dev/null 2>&1; echo \"end $?\""));
+        assert_eq!(code, 0, "{script}: {out}");
+        out
+    }
+
+    /// Starts a program, which writes to /shared/NAME.log; returns its process.
+    pub fn start(&mut self, name: &str, line: &str) -> u32 {
+        let start = format!("{line} </dev/null >/shared/{name}.log 2>&1 & echo \"end $!\"");
+        self.ask(&start).1
+    }
+
+    /// Waits for a program that this shell has started; returns its exit code.
+    pub fn wait(&mut self, pid: u32) -> u32 {
+        self.ask(&format!("wait {pid}; echo \"end $?\"")).1
+    }
+
+    /// Sends a line to the shell; returns its output, and the number in the line `end`.
+    fn ask(&mut self, line: &str) -> (String, u32) {
+        writeln!(self.stdin, "{line}").unwrap();
+        let mut out = String::new();
+        loop {
+            let mut line = String::new();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "{out}");
+            if let Some(number) = line.strip_prefix("end ") {
+                return (out, number.trim().parse().unwrap());
+            }
+            out += &line;
+        }
+    }
+}
+
+impl Drop for Shell {
+    fn drop(&mut self) {
+        // The kernel ends the processes of a namespace with its first one.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
