@@ -133,7 +133,7 @@ impl Bare {
         self.scratch.join("run").join(name)
     }
 
-    /// Lets the package's scripts believe that systemd runs these units.
+    /// Makes the package's scripts find a systemd that runs these units.
     pub fn fake_systemd(&self, active: &[&str]) {
         fs::create_dir_all(self.scratch.join("run/systemd/system")).unwrap();
         fs::write(self.scratch.join("run/active"), active.join("\n") + "\n").unwrap();
