@@ -26,7 +26,7 @@ impl Entries {
     /// # Errors
     /// There is no KVM; otherwise the kernel's error.
     pub fn new() -> io::Result<Self> {
-        let memory = allocate(1 << 20, Backing::Private).map_err(io::Error::other)?;
+        let memory = allocate(4 << 20, Backing::Private).map_err(io::Error::other)?;
         let machine = Arc::new(Machine::new(&Kvm::new()?, Arc::new(memory))?);
         let code = machine.memory().write_slice(&CODE, GuestAddress(START));
         code.map_err(io::Error::other)?;

@@ -352,7 +352,7 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
 }
 
 /// Entries into the guest that one process measures.
-const ENTRIES: u32 = 1_000_000;
+const ENTRIES: u32 = 200_000;
 /// Processes of each kind.
 const ROUNDS: usize = 15;
 
