@@ -351,7 +351,7 @@ pub(crate) struct HandoffLine {
     /// Connections that were handed over, by the server name.
     pub(crate) handed_over: BTreeMap<String, u64>,
     pub(crate) forwarded: u64,
-    /// Clients that were refused, or had a connection that failed, by the fault code.
+    /// Clients that were refused, and connections of clients that failed, by the fault code.
     pub(crate) refused: BTreeMap<String, u64>,
     pub(crate) certificates: Vec<CertificateLine>,
 }

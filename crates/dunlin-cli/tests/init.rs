@@ -16,6 +16,7 @@ use std::path::Path;
 
 use dunlin_test_base::sockets::accepted;
 use etc::Scene;
+use serde_json::json;
 use support::{Done, Scratch, finish, words};
 use tunnel::{connect, listen};
 
@@ -85,6 +86,14 @@ fn each_host_gets_its_files_and_nothing_is_overwritten() {
         )
     });
     assert_eq!(named, of_hosts.collect());
+    let of_a = &line["hosts"][0];
+    let copy = format!("scp -r {} root@a.example:", out.join("a.example").display());
+    assert_eq!(of_a["copy"], copy);
+    let commands = [
+        "install -m 640 -g dunlin -t /etc/dunlin a.example/* && rm -r a.example",
+        "systemctl enable --now dunlin-tunnel",
+    ];
+    assert_eq!(of_a["commands"], json!(commands));
 
     let key = fs::read(out.join("a.example/key.pem")).unwrap();
     init(&out, "a.example b.example").expect(1);
@@ -106,7 +115,25 @@ fn each_host_gets_its_files_and_nothing_is_overwritten() {
 #[test]
 fn hosts_of_libvirt_have_no_configuration_and_three_hosts_have_all_routes() {
     let scratch = Scratch::new();
-    init(&scratch.join("libvirt"), "a.example b.example --libvirt").expect(0);
+    let done = init(
+        &scratch.join("libvirt"),
+        "a.example b.example c.example --libvirt --json --days 9",
+    );
+    let commands = "dunlin libvirt enable --peer a.example --peer c.example \
+                    --install-identity b.example";
+    let line = done.expect(0).last();
+    assert_eq!(line["hosts"][1]["commands"], json!([commands]));
+    // The time of `--days` began when the certificate was made.
+    let mut examine = words("doctor --json --identity");
+    examine.arg(scratch.join("libvirt/b.example"));
+    let verdicts = finish(examine).lines();
+    let mut certificates = verdicts
+        .iter()
+        .filter(|one| one["check"] == "identity.certificate");
+    assert_eq!(
+        certificates.next().unwrap()["value"],
+        "DNS b.example, 8 days"
+    );
     assert!(!scratch.join("libvirt/a.example/tunnel.toml").exists());
     init(
         &scratch.join("three"),

@@ -20,7 +20,7 @@ use dunlin_test_base::sockets::with_timeout;
 use serde_json::{Value, json};
 use status::{Fakes, Page, answer, migrating, request};
 use support::process::Process;
-use support::{Hosts, Scratch, kill, words};
+use support::{Done, Hosts, Scratch, finish, kill, words};
 use tunnel::{Scene, control};
 
 const GUEST: &str = "--guest process --memory 64M --fill-size 32M";
@@ -104,6 +104,59 @@ fn a_migration_is_shown_on_both_hosts_and_then_in_their_histories() {
         assert!(metrics.contains(sample), "{sample}: {metrics}");
     }
     assert_eq!(status["history"].as_array().unwrap().len(), 1);
+    let mut entry = entry.clone();
+    entry["event"] = "history".into();
+    assert_eq!(
+        history(&source.control, "--json").expect(0).lines(),
+        [entry]
+    );
+    let text = history(&source.control, "").expect(0).out;
+    assert!(
+        text.starts_with("vm to ") && text.contains(": moved, downtime "),
+        "{text}"
+    );
+    let text = history(&destination.control, "").expect(0).out;
+    assert!(text.starts_with("vm from "), "{text}");
+}
+
+/// The output of `dunlin status --history`.
+fn history(control: &Path, flags: &str) -> Done {
+    let mut command = words(&format!("status --history {flags} --control"));
+    command.arg(control);
+    finish(command)
+}
+
+/// The history is that of processes which may be compromised: no text of it controls a terminal.
+#[test]
+fn i7_the_history_is_listed_from_the_oldest_on_and_escaped() {
+    let scratch = Scratch::new();
+    let directory = scratch.join("history");
+    assert_eq!(history(scratch.path(), "--json").expect(0).out, "");
+    assert_eq!(history(scratch.path(), "").expect(0).out.lines().count(), 1);
+    fs::create_dir(&directory).unwrap();
+    for ended_ms in [7, 5, 6] {
+        let entry = json!({"ended_ms": ended_ms, "role": "destination", "vm": "\u{1b}[2J\n", "peer": "b",
+            "result": "failed", "fault": "lane-lost", "at_fault": "network", "text": "\u{9b}2J",
+            "total_s": 1.0});
+        let name = format!("{ended_ms:015}-1.json");
+        fs::write(directory.join(name), entry.to_string()).unwrap();
+    }
+    let listed = history(scratch.path(), "--json").expect(0);
+    let ends: Vec<_> = listed
+        .lines()
+        .iter()
+        .map(|one| one["ended_ms"].clone())
+        .collect();
+    assert_eq!(ends, [5, 6, 7]);
+    let people = history(scratch.path(), "").expect(0);
+    assert_eq!(people.out.lines().count(), 3, "{people:?}");
+    assert!(
+        people.out.contains("failed: ") && people.out.contains("[lane-lost]"),
+        "{people:?}"
+    );
+    for text in [&listed.out, &people.out] {
+        assert!(!text.contains(['\u{1b}', '\u{9b}']), "{text:?}");
+    }
 }
 
 #[test]

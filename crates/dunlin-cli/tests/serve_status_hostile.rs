@@ -47,7 +47,7 @@ fn i7_clients_that_never_read_lose_their_places_after_a_time() {
     let began = Instant::now();
     let mut never_read: Vec<_> = (0..PLACES).map(|_| stuck(&page)).collect();
     let get = |path: &str| page.send(request("GET", path, "localhost").as_bytes()).0;
-    // All places are taken, and a further client gets this answer at once.
+    // All places are taken, and a further client gets that answer at once.
     let asked = Instant::now();
     assert_eq!(get("/"), 503);
     assert!(asked.elapsed() < ANSWER_LIMIT / 2, "{:?}", asked.elapsed());

@@ -104,7 +104,7 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     migration.signal("INT");
 }
 
-/// A name of another site that resolves to this host gets no answer, and a page of another site cannot
+/// A site with a name that resolves to this host gets no answer, and a page of another site cannot
 /// read one.
 ///
 /// Claim H20 of docs/security.

@@ -13,6 +13,7 @@ mod tunnel;
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 
 use dunlin::engine::journal::{Journal, SessionJournal, SourceRecord, State};
 use dunlin_test_base::sockets::accepted;
@@ -111,6 +112,40 @@ fn rates_of_a_route_and_a_peer_are_changed_from_the_screen() {
     assert_restored(top, 0);
 }
 
+/// Changes the limit of the route from another terminal.
+fn set_limit(hosts: &Hosts, near: &Tunnel, rate: &str) {
+    let mut set = words(&format!("tunnel set ram --rate {rate} --config"));
+    set.arg(&near.config).arg("--control").arg(control(hosts));
+    finish(set).expect(0);
+}
+
+#[test]
+fn readings_go_on_by_themselves_unless_they_are_paused() {
+    let hosts = Hosts::new();
+    let [near, _far] = tunnels(&hosts);
+    let mut top = Terminal::start(&top(&hosts, &control(&hosts)), 24, 80);
+    top.wait_for("near: route ram");
+    let shows = |limit: &'static str| {
+        move |screen: &terminal::Screen| {
+            let mut rows = screen.lines.iter();
+            let row = rows.find(|line| line.contains("near: route ram"));
+            row.is_some_and(|row| row.split_whitespace().any(|cell| cell == limit))
+        }
+    };
+    set_limit(&hosts, &near, "8M");
+    top.wait_until("limit without a key", shows("8.0M"));
+    top.press("p");
+    top.wait_for("PAUSED");
+    set_limit(&hosts, &near, "4M");
+    // Five times the interval.
+    thread::sleep(Duration::from_secs(1));
+    top.wait_until("old limit", shows("8.0M"));
+    top.press("p");
+    top.wait_until("new limit", shows("4.0M"));
+    top.press("q");
+    assert_restored(top, 0);
+}
+
 #[test]
 fn the_terminal_is_restored_after_each_way_to_end() {
     let hosts = Hosts::new();
@@ -163,7 +198,16 @@ fn i2_a_migration_cancelled_from_the_screen_leaves_the_vm_at_the_source() {
     top.wait_for("limit of VM vm to ");
     assert_eq!(hosts.status(&here)["migration"]["rate"], 2 * MIB);
     top.press("\r");
-    top.wait_for("LANE");
+    // The rate of a lane is that between two readings.
+    top.wait_until("rate of a lane", |screen| {
+        let lanes = screen
+            .lines
+            .iter()
+            .map(|line| line.split_whitespace().collect());
+        let mut lanes = lanes.filter(|words: &Vec<&str>| words.get(1) == Some(&"sent"));
+        // Number, direction, bar, share, %, rate and bytes.
+        lanes.any(|words| words.len() == 7)
+    });
     top.press("c");
     top.wait_for("keeps running here, at the source");
     top.press("n");

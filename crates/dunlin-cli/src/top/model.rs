@@ -345,7 +345,13 @@ mod tests {
             assert_eq!(model.over, None);
         }
         assert_eq!(press(&mut model, "r9\x088M\n"), limit(Some(8 << 20)));
-        // While a limit is typed, the keys of the list are text.
+        press(&mut model, &format!("r{}", "9".repeat(99)));
+        let Some(Over::Limit(typed)) = &model.over else {
+            panic!("{model:?}")
+        };
+        assert_eq!(typed.text.len(), MAX_TYPED);
+        press(&mut model, "\x1b");
+        // Keys of the list are text here.
         assert_eq!(press(&mut model, "rqcpM\x1b"), []);
         assert!(!model.paused);
         assert_eq!(press(&mut model, "jr"), []);

@@ -322,8 +322,8 @@ const METRICS: &[Metric] = metrics! {
         }
     };
     Counter "dunlin_handoff_refused" ("at fault")
-        "Clients that `handoff accept` refused, and those of which the handshake or hand-off failed, by \
-         the fault code."
+        "Clients that `handoff accept` refused, and handshakes, hand-offs and forwarded connections \
+         that failed, by the fault code."
         => |view, put| {
         for handoff in &view.snapshot.handoffs {
             for (fault, count) in &handoff.refused {

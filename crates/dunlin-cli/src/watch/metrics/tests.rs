@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{from_value, json};
 
-use super::super::snapshot::Held;
+use super::super::snapshot::{Held, Session};
 use super::*;
 use crate::published::history::Finished;
 
@@ -200,7 +200,7 @@ fn every_alert_has_its_reason() {
 fn snapshot(name: &str) -> Snapshot {
     let rules = json!({"state": "missing", "difference": "x"});
     let route = json!({"route": name, "channels": 1, "closed": 2, "failed": 3, "read_bytes": 4,
-        "written_bytes": 5, "read_bytes_per_s": 0.0, "written_bytes_per_s": 0.0});
+        "written_bytes": 5, "read_bytes_per_s": 0.0, "written_bytes_per_s": 0.0, "trouble": "x"});
     let lane = json!({"lane": 7, "direction": "sent", "bytes": 8, "retransmits": 9});
     let peer = json!({"peer": name, "at": "192.0.2.1:1", "channels": 1, "lanes": 1,
         "held_bytes": 10, "unacknowledged_bytes": 11, "by_lane": [lane]});
@@ -222,6 +222,9 @@ fn snapshot(name: &str) -> Snapshot {
     let status = json!({"name": name, "uuid": "00", "pid": 2, "state": "running",
         "memory_bytes": 1, "pages_checked": 0, "beats": 0, "full_passes": 0, "downtime_ms": null,
         "largest_gap_ms": 0.0, "migration": migration});
+    let mut in_doubt = status.clone();
+    in_doubt["state"] = "in-doubt".into();
+    in_doubt["migration"] = serde_json::Value::Null;
     let expiring = |not_after_unix_s: u64| {
         json!([{"item": "certificate", "path": "own", "position": 0,
             "not_after_unix_s": not_after_unix_s}])
@@ -235,9 +238,10 @@ fn snapshot(name: &str) -> Snapshot {
         certificates: from_value(expiring(at)).unwrap(),
     });
     Snapshot {
-        sessions: Vec::from_iter(super::super::snapshot::Session::reported(
-            from_value(status).unwrap(),
-        )),
+        sessions: [status, in_doubt]
+            .into_iter()
+            .filter_map(|status| Session::reported(from_value(status).unwrap()))
+            .collect(),
         tunnels: vec![from_value(tunnel).unwrap()],
         ipsec: vec![from_value(ipsec).unwrap()],
         handoffs: vec![from_value(handoff).unwrap()],
@@ -307,6 +311,9 @@ fn every_metric_has_a_sample_with_its_labels() {
     assert_eq!(expiry("kind=\"handoff\",name=\"192.0.2.1:443\""), 27.0);
     assert_eq!(expiry("kind=\"vm\",name=\"\""), 28.0);
     assert_eq!(value("dunlin_migration_lane_retransmits_total"), 30.0);
+    assert_eq!(value("dunlin_tunnel_redirect_rules_applied"), 0.0);
+    assert_eq!(value("dunlin_tunnel_route_trouble"), 1.0);
+    assert_eq!(value("dunlin_migrations_in_doubt"), 1.0);
     assert_eq!(value("dunlin_migration_throttle_ratio"), 0.5);
     // Two connections to the same peer are one series.
     assert_eq!(value("dunlin_tunnel_lane_bytes_total"), 16.0);
@@ -354,4 +361,6 @@ fn only_migrations_that_end_after_the_start_are_counted_and_each_once() {
     let part = &totals.parts["last-pages"];
     assert!(part.buckets.contains(&(0.025, 2)), "{part:?}");
     assert!((part.sum - 0.04).abs() < 1e-9, "{part:?}");
+    let ready = &totals.parts["ready"];
+    assert!((ready.sum - 0.012).abs() < 1e-9, "{ready:?}");
 }
