@@ -113,7 +113,7 @@ impl Bare {
         out
     }
 
-    /// A shell for several scripts; processes that they start go on. Until it ends, `run` must not be called.
+    /// A shell for several scripts. Their processes go on. Until it ends, `run` must not be called.
     pub fn shell(&self) -> Shell {
         let mut command = self.command("exec sh");
         let mut child = command

@@ -351,7 +351,7 @@ mod tests {
         };
         assert_eq!(typed.text.len(), MAX_TYPED);
         press(&mut model, "\x1b");
-        // Keys of the list are text here.
+        // While a limit is typed, the keys of the list are text.
         assert_eq!(press(&mut model, "rqcpM\x1b"), []);
         assert!(!model.paused);
         assert_eq!(press(&mut model, "jr"), []);
