@@ -24,8 +24,9 @@ const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
 const GUESTS: &str = "crates/dunlin-microvm";
 /// Packages of the test infrastructure.
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
-/// The name prefix of the tunnel's test programs, in any package.
-const TUNNEL: &str = "tunnel";
+/// The name prefixes of the test programs of the tunnel and of evacuations, in any package. Most of
+/// the programs with real hypervisors are among them.
+const TUNNEL: [&str; 2] = ["tunnel", "evacuate"];
 /// The name prefix of the hand-off's test programs.
 const HANDOFF: &str = "handoff";
 /// The arguments with which [`built`] selects packages. It builds them with one call of cargo,
@@ -47,7 +48,7 @@ enum Suite {
     Spine,
     /// The test infrastructure.
     Rig,
-    /// The tunnel, including its tests with real hypervisors.
+    /// The tunnel and evacuations, with real hypervisors.
     Tunnel,
     /// The hand-off.
     Handoff,
@@ -93,7 +94,7 @@ impl Program {
     }
 
     fn suite(&self) -> Suite {
-        if self.name.starts_with(TUNNEL) {
+        if TUNNEL.iter().any(|prefix| self.name.starts_with(prefix)) {
             Suite::Tunnel
         } else if self.name.starts_with(HANDOFF) {
             Suite::Handoff
