@@ -157,6 +157,11 @@ fn i7_the_history_is_listed_from_the_oldest_on_and_escaped() {
     for text in [&listed.out, &people.out] {
         assert!(!text.contains(['\u{1b}', '\u{9b}']), "{text:?}");
     }
+    // Counters begin when the process that serves them starts.
+    let page = Page::start(scratch.path());
+    assert_eq!(page.status()["history"].as_array().unwrap().len(), 3);
+    let metrics = page.get("/metrics");
+    assert!(!metrics.contains("dunlin_migrations_total{"), "{metrics}");
 }
 
 #[test]
@@ -328,6 +333,8 @@ fn a_tunnel_is_shown_with_its_lanes_and_certificates() {
 #[test]
 fn the_process_that_serves_the_page_is_confined() {
     let scratch = Scratch::new();
+    let history = scratch.join("history");
+    fs::create_dir(&history).unwrap();
     let page = Page::start(scratch.path());
     for part in ["no privileges", "Landlock", "seccomp"] {
         assert!(page.confined.contains(part), "{}", page.confined);
@@ -338,6 +345,21 @@ fn the_process_that_serves_the_page_is_confined() {
         assert!(status.lines().any(|one| one == line), "{status}");
     }
     page.get("/");
+    // A file outside the control directory, which the process could read otherwise.
+    let elsewhere = Scratch::new();
+    let entry = json!({"ended_ms": 1, "role": "source", "vm": "a", "peer": "b", "result": "moved",
+        "total_s": 1.0});
+    for (directory, count) in [(&elsewhere, 0), (&scratch, 1)] {
+        let file = directory.join("entry");
+        fs::write(&file, entry.to_string()).unwrap();
+        let link = history.join("000000000000001-1.json");
+        // The first link is not there yet.
+        let _ = fs::remove_file(&link);
+        std::os::unix::fs::symlink(file, link).unwrap();
+        page.wait_for("the history", |status| {
+            status["history"].as_array().unwrap().len() == count
+        });
+    }
 }
 
 #[test]
@@ -373,7 +395,8 @@ fn i7_a_process_that_never_answers_delays_no_other_and_is_named() {
     let scratch = Scratch::new();
     let _fakes = Fakes::start(scratch.path(), 3, migrating);
     let directory = scratch.join("status");
-    let _silent = UnixListener::bind(directory.join("tunnel-1.sock")).unwrap();
+    let silent = |number: u32| UnixListener::bind(directory.join(format!("tunnel-{number}.sock")));
+    let _silent = [1, 2, 3, 4].map(|number| silent(number).unwrap());
     // The socket file of a process that was killed, and a file that is not a socket.
     drop(UnixListener::bind(directory.join("vm-99.sock")).unwrap());
     fs::write(directory.join("vm-98.sock"), b"").unwrap();
@@ -384,11 +407,11 @@ fn i7_a_process_that_never_answers_delays_no_other_and_is_named() {
     assert!(took < Duration::from_secs(4), "{took:?}");
     assert_eq!(status["sessions"].as_array().unwrap().len(), 3);
     let silent = status["silent"].as_array().unwrap();
-    assert_eq!(silent.len(), 1, "{silent:?}");
+    assert_eq!(silent.len(), 4, "{silent:?}");
     assert_eq!(silent[0]["kind"], "tunnel");
     assert!(
         page.get("/metrics")
-            .contains("dunlin_processes_silent{kind=\"tunnel\"} 1\n")
+            .contains("dunlin_processes_silent{kind=\"tunnel\"} 4\n")
     );
 }
 
@@ -402,7 +425,8 @@ fn i7_an_endless_or_malformed_status_is_not_shown() {
         r#"{"event":"done"}"#,
         r#"{"event":"tunnel"}"#,
     ];
-    let long = "x".repeat(9 << 20);
+    // It would be valid without the spaces.
+    let long = migrating(0) + &" ".repeat(9 << 20);
     let _fakes = Fakes::start(scratch.path(), texts.len() + 1, |number| {
         texts
             .get(number)
@@ -468,6 +492,15 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
         "x".repeat(1 << 20)
     );
     assert!([0, 431].contains(&page.send(giant.as_bytes()).0));
+    // A header without end.
+    let began = Instant::now();
+    let endless = &giant[..40_000];
+    assert!([0, 431].contains(&page.send(endless.as_bytes()).0));
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        began.elapsed()
+    );
     let lines = format!(
         "GET / HTTP/1.1\r\nHost: localhost\r\n{}\r\n",
         "A: b\r\n".repeat(900)
