@@ -143,3 +143,53 @@ pub(crate) fn read(socket: &Path, limit: Duration) -> Result<Option<String>> {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use dunlin_test_base::Scratch;
+
+    use super::*;
+
+    fn bound(scratch: &Scratch) -> (StatusSocket, PathBuf) {
+        let control = ControlPath {
+            control: Some(scratch.path().to_owned()),
+        };
+        let socket = StatusSocket::bind(&control, "vm");
+        let name = format!("{STATUS}/vm-{}.sock", std::process::id());
+        (socket, scratch.join(name))
+    }
+
+    /// The status is longer than the buffer of a socket.
+    #[test]
+    fn i8_a_client_that_never_reads_delays_the_next_one_for_a_limited_time() {
+        let scratch = Scratch::new();
+        let (socket, path) = bound(&scratch);
+        let status = "x".repeat(4 << 20);
+        let reported = status.clone();
+        socket.serve(move || reported.clone()).unwrap();
+        let never_reads = UnixStream::connect(&path).unwrap();
+        let began = Instant::now();
+        let limit = WRITE_LIMIT + Duration::from_secs(20);
+        assert!(read(&path, limit).unwrap().as_ref() == Some(&status));
+        assert!(began.elapsed() >= WRITE_LIMIT / 2, "{:?}", began.elapsed());
+        drop(never_reads);
+    }
+
+    #[test]
+    fn the_sockets_of_dead_processes_are_removed() {
+        let scratch = Scratch::new();
+        let directory = scratch.join(STATUS);
+        fs::create_dir(&directory).unwrap();
+        let (dead, alive) = (directory.join("vm-1.sock"), directory.join("vm-2.sock"));
+        drop(UnixListener::bind(&dead).unwrap());
+        let _alive = UnixListener::bind(&alive).unwrap();
+        let (socket, path) = bound(&scratch);
+        assert_eq!(
+            [&dead, &alive, &path].map(|path| path.exists()),
+            [false, true, true]
+        );
+        drop(socket);
+        assert!(!path.exists());
+    }
+}
