@@ -72,7 +72,7 @@ impl Share {
         state.lanes.remove(&ticket);
         let first = state.shares.first();
         if let Some(next) = first.and_then(|first| state.lanes.get(&first)) {
-            next.notify_one();
+            next.notify_all();
         }
         granted
     }
