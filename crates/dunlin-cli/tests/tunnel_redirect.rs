@@ -419,6 +419,10 @@ fn i6_the_port_of_a_redirected_connection_gives_no_other_user_a_redirect() {
         let mut program = dialler(&scene, user, FROM, to);
         if connects {
             let server = accepted(&listener);
+            // A reset before the program has noticed the connection would look like a refusal.
+            let mut connected = [0; 10];
+            let output = program.stdout.as_mut().unwrap();
+            output.read_exact(&mut connected).unwrap();
             set_reset_on_close(&server).unwrap();
         }
         let status = program.wait().unwrap();

@@ -374,8 +374,8 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
             moved.destination.unwrap();
             assert!(written.into_inner());
             let there = builder.built.unwrap();
-            // The page's digest was taken when its content arrived. It shows that the dirty log
-            // missed the write at the source, and this write at the destination does not hide that.
+            // Now the page has the same content on both hosts. Its digest was taken when its content
+            // arrived, so if the dirty log missed the write at the source, the digests differ.
             vmm_write(there.vm(), 0, &[2]);
             let theirs = there.digests_at_resume().unwrap();
             let found = differences(&vm.digests().unwrap(), &theirs);

@@ -1,7 +1,7 @@
-//! Mistakes that tests plant in this crate's decisions, to prove that the model,
-//! the simulator and this crate's tests find them.
+//! Mistakes that tests plant in this crate's decisions, to prove that the model, the simulator, the
+//! engine's checks of interleavings and this crate's tests find them.
 //!
-//! Only those tests enable the feature `mistakes`. Without it, [`planted`] is a
+//! Only tests enable the feature `mistakes`. Without it, [`planted`] is a
 //! constant `false` and no mistake is compiled in.
 
 macro_rules! mistakes {

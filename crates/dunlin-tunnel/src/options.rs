@@ -142,8 +142,11 @@ pub enum BadRouteReason {
         /// The target.
         target: Target,
     },
-    /// The route's mode is *relay*, and its connections are redirected.
-    #[error("a relay carries no port, which redirected connections need")]
+    /// The route's mode is [`Mode::Relay`], and its connections are redirected: use
+    /// [`Mode::RelayAt`].
+    #[error(
+        "a relay in the mode Relay does not send the original destination's port to the peer, which redirected connections need: use RelayAt"
+    )]
     RedirectedRelay,
     /// The route creates no unix socket that could have permissions.
     #[error("the route listens on no unix socket that could have an owner, a group or a mode")]

@@ -94,7 +94,8 @@ impl Drop for Reached {
     }
 }
 
-/// Counts nothing. A connection owns its tally, so the entry exists until the connection is closed.
+/// Counts nothing. It is a tally because a connection owns its tally, so the channel is counted until
+/// the connection is closed.
 impl Tally for Reached {
     fn begins(&self) {}
 

@@ -61,7 +61,8 @@ pub(super) fn dunlin(
     config: Option<&Path>,
     state: Option<&StatePath>,
 ) -> Result<Output> {
-    let program = std::env::current_exe().context("cannot find this program")?;
+    let program =
+        std::env::current_exe().context("cannot find the path of the running program dunlin")?;
     let mut command = Command::new(program);
     command.args(words).stderr(Stdio::inherit());
     if let Some(config) = config {

@@ -116,7 +116,7 @@ impl<'a> Before<'a> {
             }
         };
         if !done.status.success() {
-            bail!("the new ones are in force; the reason is above");
+            bail!("the new ones may be in force; the reason is above");
         }
         if self.units && self.in_use.contains(&UNITS[2]) {
             systemctl(&["try-reload-or-restart", UNITS[2]])?;

@@ -360,7 +360,7 @@ impl ControlService {
     pub(crate) fn status(&self) -> Result<StatusLine> {
         let state = lock(&self.state);
         match &state.holds {
-            Holds::Waiting => bail!("this process has no VM yet"),
+            Holds::Waiting => bail!("this process has no VM now"),
             Holds::Arriving(arriving) => Ok(arriving.status()),
             Holds::Vm(vm) => {
                 let mut line = status_of(vm.vm());
@@ -509,7 +509,7 @@ impl ControlService {
         session: [u8; 16],
     ) -> Result<(Arc<Movable>, Box<source::Doubt>)> {
         let Some(vm) = state.held().map(Arc::clone) else {
-            bail!("this process has no VM yet");
+            bail!("this process has no VM now");
         };
         let Phase::InDoubt { record, .. } = &mut state.phase else {
             bail!("nothing is in doubt: the VM is {} here", vm.vm().state());
@@ -619,7 +619,7 @@ impl Now {
             ),
             (Holds::Vm(vm), _) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
-            (Holds::Waiting, _) => bail!("this process has no VM yet"),
+            (Holds::Waiting, _) => bail!("this process has no VM now"),
         }
     }
 

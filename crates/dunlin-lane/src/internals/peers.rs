@@ -138,7 +138,7 @@ pub enum PeerRefused {
     Expired,
     /// Only pins are allowed, and none of them matches.
     #[error(
-        "the peer's certificate is not the pinned one: it is {certificate}, its key is {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise another host answers at that address",
+        "the peer's certificate is not the pinned one: it is {certificate}, its key is {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise the peer is another host",
         if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
     )]
     Pin {

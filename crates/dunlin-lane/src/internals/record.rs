@@ -65,7 +65,9 @@ pub enum SealError {
     Limit,
     /// The buffer is shorter than a record's overhead, longer than a record, or does not fit the
     /// pages.
-    #[error("record length {bytes} out of range ({OVERHEAD_BYTES}–{RECORD_BYTES})")]
+    #[error(
+        "record length {bytes} is out of range ({OVERHEAD_BYTES}–{RECORD_BYTES}) or does not fit the pages"
+    )]
     Length {
         /// The length in bytes.
         bytes: usize,

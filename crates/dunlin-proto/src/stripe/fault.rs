@@ -44,7 +44,7 @@ pub enum PeerFault {
         limit: u64,
     },
     /// The peer sends bytes after the end of a channel.
-    #[error("bytes of channel {channel} up to offset {end} came after the channel's last byte")]
+    #[error("bytes of channel {channel} up to offset {end} lie beyond the channel's last byte")]
     BehindEnd {
         /// The channel.
         channel: u32,

@@ -42,11 +42,11 @@ pub enum Outcome<T> {
         length: u32,
         /// The caller's handle to the bytes, for sending them again.
         token: T,
-        /// Whether there may be more bytes to read now. If not, [`Trunk::readable`] reports when
-        /// there are more.
+        /// Whether there may be more bytes to read now. If not, the caller calls
+        /// [`Trunk::readable`] when there are.
         more: bool,
     },
-    /// No bytes can be read now; [`Trunk::readable`] reports when there are more.
+    /// No bytes can be read now. The caller calls [`Trunk::readable`] when there are more.
     Nothing,
     /// End of file.
     End,
