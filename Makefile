@@ -42,10 +42,10 @@ audit:
 # replaced sockets of routes, 550 for the side that opens all lanes, and the rest for the listeners, the
 # probe and the status, plus 6,960 for operators: 2,030 for doctor, 1,930 for status sockets, metrics and the
 # status page, 1,560 for top, progress and --json, 680 for relays and unix sockets of toolstacks, 460 for init
-# and the undoing of enable, 180 for output that ends no process, and 100 for the number of lanes, plus 3,680
-# for evacuations: 2,020 for libvirt's, 1,300 for listeners with several sessions and their demo, and 360 for
+# and the undoing of enable, 180 for output that ends no process, and 100 for the number of lanes, plus 3,700
+# for evacuations: 2,020 for libvirt's, 1,300 for listeners with several sessions and their demo, and 380 for
 # metrics of hand-offs, lanes and certificates. A change that raises the limit states its reason here.
-LINES_LIMIT = 69900
+LINES_LIMIT = 69920
 
 # Runs the checks that CI runs before the tests.
 check:
