@@ -1,6 +1,6 @@
 //! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel with
-//! moving bytes: nothing is interrupted, and each tunnel is restarted later, as docs/install.md
-//! describes.
+//! moving bytes: nothing is interrupted, and a tunnel that is restarted later, as docs/install.md
+//! describes, works with one of the earlier version.
 
 use std::env;
 use std::fs;
