@@ -35,9 +35,9 @@ impl Common {
     }
 
     /// Records a beat of a vCPU at time `tsc` of the guest's clock. Waits until that vCPU may visit
-    /// more pages and returns the number of visits: 0 if the vCPU must leave the guest first or
-    /// only sends its next beat, `None` if the guest must power off. The function `visits` returns
-    /// the number of visits by all vCPUs so far.
+    /// more pages and returns the number of visits: 0 if the vCPU must leave the guest instead, or
+    /// has only to send its next beat; `None` if the guest must power off. The function `visits`
+    /// returns the number of visits by all vCPUs so far.
     pub(crate) fn beat(
         &self,
         vcpu: u8,

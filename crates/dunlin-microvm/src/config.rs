@@ -6,7 +6,7 @@ use thiserror::Error;
 /// Guest-physical address of the workload's first page.
 pub const WORKLOAD_START: u64 = 0x40_0000;
 
-/// Maximum memory of a machine in bytes. Its page tables must fit before the guest's program.
+/// Maximum memory of a machine in bytes. Its page tables must fit below the guest's program.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;
 /// Maximum number of vCPUs.
 pub(crate) const VCPU_LIMIT: u8 = 4;

@@ -149,7 +149,8 @@ pub enum ControlError {
     /// The machine has been started or loaded. Only a new machine can be filled, started or loaded.
     #[error("the machine has already been started or loaded")]
     Started,
-    /// The machine was built from a description, so it is loaded and not started.
+    /// The machine was built from a description. Such a machine must be loaded and cannot be
+    /// started.
     #[error("the machine was built for loading and cannot be started")]
     Empty,
     /// The machine has never run, so it is not paused. Only a paused machine can be resumed.
@@ -177,7 +178,7 @@ impl Inner {
     }
 }
 
-/// The state behind its lock, with a condition variable for its changes.
+/// The state of a machine behind a lock, and a condition variable that signals its changes.
 #[derive(Debug)]
 pub(crate) struct Control {
     inner: Mutex<Inner>,

@@ -86,8 +86,8 @@ impl Table {
         self.register(1, 0, ECX) & XSAVE_AND_AVX == XSAVE_AND_AVX
     }
 
-    /// The CPU vendor if `host` has another, otherwise the features of this table that `host`
-    /// lacks, as text for display. `None` if nothing is missing.
+    /// What `host` lacks, as text for display: both CPU vendors if they differ, otherwise the
+    /// features of this table that `host` does not have. `None` if nothing is missing.
     pub(crate) fn missing_on(&self, host: &Self) -> Option<String> {
         let vendor = |table: &Self| [EBX, EDX, ECX].map(|register| table.register(0, 0, register));
         if vendor(self) != vendor(host) {

@@ -295,8 +295,8 @@ mod tests {
         for length in 0..bytes.len() {
             assert!(VmDescription::decode(&bytes[..length]).is_err());
         }
-        // The six bytes have the length of the fields that only a KVM guest's description has: the
-        // TSC rate and the CPUID count.
+        // Six bytes are as long as the fields that only a KVM guest's description has: the TSC rate
+        // and the CPUID count.
         let long = [&bytes[..], &[0; 6]].concat();
         assert!(VmDescription::decode(&long).is_err());
     }

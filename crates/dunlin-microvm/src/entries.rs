@@ -1,5 +1,5 @@
-//! A guest that leaves at once, with which a test of the command measures what an entry into the
-//! guest costs.
+//! A guest that does nothing but exit to the VMM. A test of `dunlin vm` measures the cost of an
+//! entry into the guest with it.
 
 use std::io;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::kvm::{Machine, Vcpu};
 
 /// Where the code is, and where the vCPU starts in real mode.
 const START: u64 = 0x1000;
-/// An endless loop of `out 0x80, al`: each pass leaves the guest.
+/// An endless loop around `out 0x80, al`. This instruction exits to the VMM in each pass.
 const CODE: [u8; 4] = [0xe6, 0x80, 0xeb, 0xfc];
 
-/// A machine with one vCPU, which leaves the guest after each instruction.
+/// A machine with one vCPU, which exits to the VMM in an endless loop.
 #[derive(Debug)]
 pub struct Entries(Vcpu);
 
@@ -24,7 +24,7 @@ impl Entries {
     /// Creates the machine.
     ///
     /// # Errors
-    /// There is no KVM; otherwise the kernel's error.
+    /// `/dev/kvm` cannot be opened, or another error from the kernel.
     pub fn new() -> io::Result<Self> {
         let memory = allocate(4 << 20, Backing::Private).map_err(io::Error::other)?;
         let machine = Arc::new(Machine::new(&Kvm::new()?, Arc::new(memory))?);
@@ -43,7 +43,7 @@ impl Entries {
     /// The time for `count` entries into the guest.
     ///
     /// # Errors
-    /// An error from KVM_RUN, or the guest left for another reason than its instruction.
+    /// An error from KVM_RUN, or an exit that the `out` instruction has not caused.
     pub fn measure(&mut self, count: u32) -> io::Result<Duration> {
         let began = Instant::now();
         for _ in 0..count {

@@ -145,7 +145,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
     }
 }
 
-/// Asserts that the log of the guest's writes is off. KVM then returns ENOENT.
+/// Asserts that the log of the guest's writes is off. For a log that is off, KVM returns ENOENT.
 fn is_off(logs: &mut [Box<dyn DirtyLog>]) {
     let error = logs[0].fetch(&mut |_, _| ()).unwrap_err();
     let kernels = error.source().unwrap().downcast_ref::<io::Error>();

@@ -374,8 +374,9 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
             moved.destination.unwrap();
             assert!(written.into_inner());
             let there = builder.built.unwrap();
-            // Now the page has the same content on both hosts. Its digest was taken when its content
-            // arrived, so if the dirty log missed the write at the source, the digests differ.
+            // This write gives the page the same content on both hosts. For a page written since
+            // the resume, the destination uses the digest from the page's arrival. So the digests
+            // differ if the source's dirty log has missed the write above.
             vmm_write(there.vm(), 0, &[2]);
             let theirs = there.digests_at_resume().unwrap();
             let found = differences(&vm.digests().unwrap(), &theirs);
@@ -404,7 +405,7 @@ fn i3_a_page_that_becomes_zero_on_the_way_is_equal_in_the_digests() {
         moved.source.unwrap();
         moved.destination.unwrap();
         let there = builder.built.unwrap();
-        // After this write, only the digest from the page's arrival is used.
+        // After this write, the destination uses the digest from the page's arrival.
         vmm_write(there.vm(), 0, &[0]);
         let theirs = there.digests_at_resume().unwrap();
         assert!(differences(&vm.digests().unwrap(), &theirs).is_empty());

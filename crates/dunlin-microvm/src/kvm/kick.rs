@@ -58,8 +58,8 @@ impl Kick {
         if target.sent {
             return;
         }
-        // SAFETY: tgkill touches no memory. The thread is alive and, outside KVM_RUN, has the
-        // signal blocked, because it clears `thread` under this lock before it unblocks the signal.
+        // SAFETY: tgkill touches no memory. The target thread clears `thread` under this lock
+        // before it unblocks the signal, so it is alive and has the signal blocked outside KVM_RUN.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
         assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
         target.sent = true;
