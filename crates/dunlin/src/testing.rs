@@ -91,10 +91,10 @@ pub trait Vmm {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Effort {
-    /// How often the guest is paused and its memory compared, in each recording of a
-    /// dirty log and in the test of the pause.
+    /// The number of times that the guest is paused and its memory compared, in each recording of
+    /// a dirty log and in [`check_control`].
     pub pauses: u32,
-    /// How often the log is fetched before each pause, while the guest runs.
+    /// The number of times that the log is fetched before each pause, while the guest runs.
     pub fetches: u32,
     /// How long the guest runs between two fetches.
     pub between: Duration,
@@ -115,8 +115,8 @@ impl Default for Effort {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// A write was not reported by the fetch after it or by an earlier one. A migration
-    /// would have left the page stale.
+    /// A write was reported neither by the first fetch after it nor by an earlier fetch. A
+    /// migration would have left the page stale.
     #[error(
         "DirtyLog::fetch promises that every write before it has been reported; pages written and \
          not reported: {pages}, the first is page {page} of region {region}"
@@ -188,7 +188,7 @@ pub enum Violation {
     )]
     NothingWritten,
     /// An operation of the test itself failed, such as reading guest memory.
-    #[error("the test cannot continue")]
+    #[error("the test itself failed, for example when it read guest memory")]
     Test(#[from] io::Error),
 }
 

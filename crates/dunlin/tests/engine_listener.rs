@@ -1,5 +1,5 @@
-//! Several sessions of one listener: they run at once, up to the maximum, and each is protected from
-//! the others and from strangers.
+//! Tests several sessions of one listener: they run at once, up to the maximum, and each is
+//! protected from the other sessions and from strangers.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Write};
@@ -36,12 +36,13 @@ fn builders(count: usize) -> impl Iterator<Item = TestBuilder> {
     (0..count).map(|_| TestBuilder::default())
 }
 
-/// Steps of VMs wait here until enough have arrived, or until the test opens it.
+/// A gate at which VMs wait during their pause until enough threads have arrived. The test's own
+/// thread may arrive too.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<usize>, Condvar)>);
 
 impl Gate {
-    /// Makes the VM's pause wait until `count` VMs wait at this gate.
+    /// Makes the VM's pause wait until `count` threads have arrived at this gate.
     fn guard(&self, vm: &TestVm, count: usize) {
         let gate = self.clone();
         *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
@@ -57,7 +58,7 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    /// Waits until `count` have entered.
+    /// Waits until `count` threads have arrived.
     fn wait(&self, count: usize) {
         let entered = self.0.0.lock().unwrap();
         let (_entered, waited) = self
@@ -141,8 +142,8 @@ fn i2_i7_an_offer_beyond_the_maximum_is_refused_and_its_vm_stays() {
     }
 }
 
-/// A value of the listener serves one session after another. An offer that arrives between two
-/// sessions waits for the next one, and others are refused meanwhile.
+/// One `Listener` value serves one session after another. An offer that arrives between two
+/// sessions waits for the next session; until then, further offers are refused.
 #[test]
 fn i2_one_value_serves_one_session_after_another() {
     let (client, server) = tls();
@@ -184,12 +185,13 @@ fn i2_one_value_serves_one_session_after_another() {
         }
     }
     drop(shared);
-    // The listener is closed with its last value.
+    // The listening socket is closed when the last `Listener` value is dropped.
     let refused = TcpStream::connect(address).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
-/// A builder that waits for the test, and what it needs to go on.
+/// A builder that has built a VM and waits. The receiver reports that it waits; a message to the
+/// sender, or its drop, lets it continue.
 fn stuck() -> (TestBuilder, Receiver<()>, Sender<()>) {
     let (built, waits) = channel();
     let (go_on, gone) = channel();
@@ -282,7 +284,8 @@ fn i1_a_vm_that_is_arriving_is_refused_in_another_session() {
     drop(each.map(|session| session.finish(true)).collect::<Vec<_>>());
 }
 
-/// A lane names one session and has the proof of the other. Then it has both right.
+/// A lane that names one session but has another session's proof is refused. A lane with the right
+/// proof is admitted.
 #[test]
 fn i4_i7_a_lane_of_one_session_is_refused_by_another() {
     let (client, server) = tls();
@@ -397,7 +400,8 @@ fn i1_a_listener_answers_for_a_vm_until_its_source_has_released_it() {
     drop(builder);
 }
 
-/// Two sessions are always behind the cap. Each gets half of it, and the last one that remains gets all.
+/// Two sessions always have more data than the rate cap allows. Each gets half of the rate, and the
+/// session that remains at the end gets all of it.
 #[test]
 fn two_sessions_share_one_rate() {
     const RATE: u64 = 16 << 20;
@@ -418,7 +422,7 @@ fn two_sessions_share_one_rate() {
         thread.join().unwrap().unwrap();
         began.elapsed().as_secs_f64()
     });
-    // 16 MiB in all. Without the cap they need a tenth of a second.
+    // Both VMs together have 16 MiB. Without the cap, their migrations take a tenth of a second.
     let fair = (16_u64 << 20) as f64 / RATE as f64;
     assert!(took[0] > 0.7 * fair, "{took:?}");
     assert!(took[1] > 0.9 * fair, "{took:?}");

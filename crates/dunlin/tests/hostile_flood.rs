@@ -130,7 +130,7 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
     // This process has descriptors for the flood's own connections, for the pending connections and
     // for the session.
     assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
-    // No thread belongs to a stranger: the others are those of the session and of this test.
+    // All threads belong to the session or to this test, and none to an unauthenticated client.
     let most_threads = most_threads - threads_before;
     assert!(most_threads < 32, "{most_threads} threads");
     assert!(peak < (96 + 32) << 20, "{peak}");
@@ -217,7 +217,8 @@ fn i7_an_authenticated_flood_is_refused_as_busy() {
                 while !stop.load(Ordering::SeqCst) {
                     let refused = ask(to, &client);
                     asked.fetch_add(1, Ordering::SeqCst);
-                    // Without an answer, the destination had too many connections to look at.
+                    // If no answer has arrived, the destination has dropped this connection,
+                    // because too many were waiting.
                     if let Some(fault) = refused {
                         assert_eq!(fault, FaultCode::Busy);
                         busy.fetch_add(1, Ordering::SeqCst);

@@ -1,6 +1,6 @@
-//! Tests too few descriptors and too little memory, on either side. A separate process runs one
-//! role under a limit that rises step by step, so that sessions fail at different steps. Each time
-//! the VM is on exactly one side, and the other process, if it survives, reports the reason.
+//! Tests a shortage of descriptors and of memory, on either side. A separate process runs one role
+//! under a limit that rises step by step, so that sessions fail at different steps. After each
+//! session the VM is on exactly one side, and each side that survives reports the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -282,7 +282,8 @@ fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
 fn i2_a_source_without_descriptors_keeps_its_vm() {
     let tally = sources(files(3..=32));
     println!("source, descriptors: {tally:?}");
-    // With a few more descriptors, the source opens fewer lanes and the migration succeeds.
+    // At slightly higher limits, the source opens only some of its lanes and the migration
+    // succeeds.
     let too_few = tally.failed_in_words + tally.never_began;
     assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
 }

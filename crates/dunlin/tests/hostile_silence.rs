@@ -18,7 +18,8 @@ use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::{Liar, Victim, runs, with_causes};
 
-/// The time limits are at most ten seconds. The other six seconds are tolerance for a busy machine.
+/// The peers' time limits are at most ten seconds. The remaining six seconds are tolerance for a
+/// busy host.
 const END_LIMIT: Duration = Duration::from_secs(16);
 
 /// The bytes that a guest has written before it is migrated.

@@ -156,8 +156,8 @@ impl ControlLane {
         }
     }
 
-    /// Whether no message has been received for twice the interval between pings, so that the lane
-    /// may not work.
+    /// Whether no message has been received for twice the interval between pings. A lane that is
+    /// silent for so long may be broken.
     pub(crate) fn is_silent(&self) -> bool {
         let received = Duration::from_nanos(self.received_ns.load(Ordering::Relaxed));
         self.started.elapsed().saturating_sub(received) > self.silence_limit / PING_PART * 2

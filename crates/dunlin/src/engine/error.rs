@@ -136,7 +136,7 @@ mod tests {
                 AtFault::Configuration,
             ),
         ] {
-            // The session still handles the fault as a lost lane.
+            // Whatever the kind, the session handles the fault as a lost lane.
             assert_eq!(fault.code, FaultCode::LaneLost);
             assert_eq!(fault.kind(), kind);
             let error = fault.into_error(VmIs::AtSource);

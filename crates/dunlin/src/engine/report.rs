@@ -87,7 +87,7 @@ pub struct Report {
     pub lanes: Vec<(u16, u64)>,
     /// Number of lost lanes. Other lanes took over their work.
     pub lanes_lost: u32,
-    /// How often the control lane was lost and replaced while the guest ran.
+    /// Number of control lanes that were lost and replaced while the guest ran.
     pub control_resumed: u32,
     /// Pages sent again because their lane was lost.
     pub pages_again: u64,

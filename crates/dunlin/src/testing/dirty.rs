@@ -45,7 +45,7 @@ impl<V: SourceVm + ?Sized> Writer for V {
 /// Figures of a log that keeps its contract.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// How often the log was fetched.
+    /// Number of times that the log was fetched.
     pub fetches: u64,
     /// Reported pages; a page counts each time it is reported.
     pub pages: u64,

@@ -24,8 +24,8 @@ pub(super) enum SessionEvent {
     Arrived(Box<Arrival>),
     /// An event of the listener that concerns no session, for this session's observer.
     Notice(DestinationEvent),
-    /// This peer offers this session's VM in another session of the same listener, which is
-    /// refused.
+    /// This peer has offered this session's VM in another session of the same listener. That offer
+    /// is refused.
     OfferedAgain(Box<PeerIdentity>),
     /// The listener has failed.
     AcceptorEnded(io::Error),

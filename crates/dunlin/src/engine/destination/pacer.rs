@@ -9,7 +9,7 @@ use dunlin_proto::shares::{Claim, Shares};
 use super::super::sync::{Condvar, Mutex, lock, wait};
 use super::super::threads::nanos;
 
-/// How often a lane that waits checks whether it must end.
+/// Interval between a waiting lane's checks of whether it must end.
 const CHECK: Duration = Duration::from_millis(50);
 
 /// A rate cap that several sessions share.
@@ -20,7 +20,7 @@ pub(super) struct Pacer {
 
 struct State {
     shares: Shares,
-    /// The condition of each waiting lane, by the ticket of its request.
+    /// The condition variable of each waiting lane, by the ticket of the lane's request.
     lanes: BTreeMap<u64, Arc<Condvar>>,
 }
 

@@ -85,9 +85,9 @@ pub struct Received {
     pub pages: u64,
     /// CPU time of this session's threads here.
     pub cpu: Duration,
-    /// Answers the source on the listener until the source confirms that it has released the VM;
-    /// `None` if the source has already confirmed that, or, after a warning, if that could not be
-    /// started.
+    /// Answers the source on the listener until the source confirms that it has released the VM.
+    /// `None` if the source has already confirmed that, or if answering could not be started, which
+    /// a [`DestinationEvent::Warning`] has reported.
     pub answering: Option<Answering>,
 }
 

@@ -110,7 +110,8 @@ impl<'a> Receiving<'a> {
         self.arriving.acknowledge()
     }
 
-    /// Whether the event is a *final* after another one, which a source can send for ever.
+    /// Whether the event is a repeated *final*. A source can repeat *final* without end, so it is
+    /// not progress.
     fn is_repeated(&self, event: Option<&SessionEvent>) -> bool {
         let barrier = &self.arriving.lanes.barrier;
         matches!(

@@ -20,9 +20,9 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// Ends this session if its source, `peer`, starts a new session while this side waits for the
-    /// old control lane. The source has then given up this session. Its next attempt can succeed,
-    /// because this session no longer blocks it.
+    /// Ends this session if its source, `peer`, starts a new session while this side waits for a
+    /// replacement of the lost control lane: the source has given up this session. The source's
+    /// next attempt can succeed, because this session no longer blocks it.
     pub(super) fn give_way(&mut self, peer: &PeerIdentity) -> Result<(), Fault> {
         if !self.is_with(peer) {
             return Ok(());
@@ -94,8 +94,8 @@ impl Arriving<'_> {
             let text = "the offer is for another attempt, or its epoch is not newer";
             return Err(refusal(FaultCode::Malformed, text));
         }
-        // The source's process may have died. The process that asks now then has only the record,
-        // which does not contain the negotiated terms. So any terms are accepted.
+        // If the source's process has died, the process that asks has only the record, which does
+        // not contain the negotiated terms. So accept any terms.
         select(offer, &INQUIRIES)
     }
 

@@ -239,8 +239,9 @@ impl Router {
         lock(&self.table).sessions.end(slot);
     }
 
-    /// Gives a VM to the session of `slot`, unless another session has it. That session then ends
-    /// if it has lost its control lane and `peer` is its source.
+    /// Assigns a VM to the session of `slot` and returns true, unless another session already has
+    /// the VM. In that case, the other session ends if it has lost its control lane and `peer` is
+    /// its source.
     pub(super) fn describe(&self, slot: u64, vm: [u8; 16], peer: &PeerIdentity) -> bool {
         let mut table = lock(&self.table);
         let Err(other) = table.sessions.describe(slot, vm) else {
@@ -277,9 +278,9 @@ impl Router {
 }
 
 impl Table {
-    /// Passes an offer to the session of `slot`, or keeps it for the next one. A further offer of
-    /// the same session replaces one that is kept, because the source has given that one up.
-    /// Returns false if the offer was dropped.
+    /// Passes an offer to the session of `slot`, or keeps the offer for the next session. A further
+    /// offer of the same session replaces a kept offer, because the source has given up the kept
+    /// one. Returns false if the offer was dropped.
     fn pass(&mut self, slot: u64, arrival: Arrival) -> bool {
         let Some(slot) = self.slots.get_mut(&slot) else {
             return false;

@@ -251,8 +251,8 @@ impl<'a> Session<'a> {
         None
     }
 
-    /// Notes that the session with this id begins. Returns false if it has begun already, as
-    /// another session of the same listener.
+    /// Notes that the session with this id begins. Returns false if another session of the same
+    /// listener has this id.
     pub(super) fn begin(&self, session: SessionId) -> bool {
         match &self.accepts {
             Accepts::Own { .. } => true,
@@ -365,8 +365,8 @@ impl<'a> Session<'a> {
         (used(&self.cpu, self.cpu_before), answering)
     }
 
-    /// Stops accepting. A shared listener answers inquiries from `record` without a gap; otherwise
-    /// returns `record` again.
+    /// Stops accepting. A shared listener keeps `record` and goes on answering inquiries from it;
+    /// a listener for this session alone returns `record`.
     fn stop_accepting(
         &mut self,
         record: Option<SessionJournal>,

@@ -349,7 +349,8 @@ fn obsolete_records_are_removed_when_the_vm_moves_again() {
         let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
-        // Session 9: the VM ran here and moved on. The peer offers it again, so it has its answer.
+        // Session 9: the VM ran here and moved on. A peer that offers the VM again already has the
+        // outcome of this session.
         let moved_on = State::Destination(DestinationRecord::MovedOn);
         leave(&journal, 9, moved_on, &ours);
         // Session 3: the VM ran here, and the source may not have learnt that.

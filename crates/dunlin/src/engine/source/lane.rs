@@ -49,7 +49,7 @@ pub(super) struct LaneTerms {
     pub(super) to: String,
     pub(super) peer: Principal,
     pub(super) rate: Option<u64>,
-    /// Number of records after which a new lane replaces a lane.
+    /// Number of TLS records that a lane may send before a new lane replaces it.
     pub(super) records: u64,
     pub(super) memory: Arc<dyn GuestMemory>,
 }

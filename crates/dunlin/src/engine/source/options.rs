@@ -257,8 +257,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Number of records after which a new lane replaces a lane: at least 512. The limit of the
-    /// cipher is the default and the maximum.
+    /// Number of TLS records that a lane may send before a new lane replaces it: at least 512. The
+    /// limit of the cipher is the default and the maximum.
     #[cfg(feature = "unstable-internals")]
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;

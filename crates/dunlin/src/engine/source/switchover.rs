@@ -169,8 +169,8 @@ impl<'a> Switchover<'a> {
         })
     }
 
-    /// Waits until every lane has ended. Only pages that the destination acknowledges for the first
-    /// time prolong the wait: it can repeat other messages for ever.
+    /// Waits until every lane has ended. Only pages that are acknowledged for the first time
+    /// prolong the wait, because a destination can repeat other messages without end.
     fn await_lanes_end(&mut self) -> Result<(), Fault> {
         let work_queue = Arc::clone(&self.transfer.session.work_queue);
         let limit = self.transfer.session.options.answer_limit;
