@@ -1,6 +1,6 @@
 //! Runs test programs in parallel. Most of them spend most of their time waiting: for a silent
-//! peer, for a timeout, or for a guest that counts. If they ran one after the other, the machine
-//! would be idle most of the time.
+//! peer, for a timeout, or for a guest that counts. If they ran one after the other, the host would
+//! be idle most of the time.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use clap::{Args, ValueEnum};
 use dunlin_test_base::Scratch;
 use serde::Deserialize;
 
-/// The number of programs that run simultaneously, for a machine of two cores.
+/// The number of programs that run simultaneously, for a host with two cores.
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];

@@ -212,7 +212,7 @@ impl List {
 
 impl Entry {
     fn parse(line: &str, in_names: bool) -> Result<Self> {
-        let (phrase, instead) = line.split_once('=').context("no `=`")?;
+        let (phrase, instead) = line.split_once('=').context("the line has no `=`")?;
         let (phrase, allowed) = match phrase.split_once('[') {
             Some((phrase, rest)) => (phrase, rest.trim().strip_suffix(']').context("no `]`")?),
             None => (phrase, ""),

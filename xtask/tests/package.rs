@@ -1,5 +1,5 @@
-//! The packages: what is in them, that two builds are the same, and that dpkg installs, upgrades and
-//! purges one on a bare Debian.
+//! Tests the packages: their content, that two builds give the same bytes, and that dpkg installs,
+//! upgrades and purges the package on a minimal Debian.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -23,13 +23,13 @@ use xtask::package::commit::{Version, workspace};
 use xtask::package::content::Parts;
 use xtask::package::{licences, make, pages, symbols};
 
-/// What all packages of this test contain.
+/// The files from which the packages of these tests are made: the command, its pages and licences.
 struct Ready {
     scratch: Scratch,
     licences: String,
 }
 
-/// The command of this build, and its pages.
+/// Prepares the files once, from the command that this build has built.
 fn ready() -> &'static Ready {
     static READY: OnceLock<Ready> = OnceLock::new();
     READY.get_or_init(|| {
@@ -96,7 +96,7 @@ impl Package {
     }
 }
 
-/// The directory and the times of the files have no influence.
+/// The directory and the times of the files have no influence on the packages.
 #[test]
 fn the_same_files_give_the_same_packages() {
     let one = Package::new("1.0");
@@ -197,7 +197,7 @@ fn the_package_describes_itself() {
             "{linked:?} is missing in {licences}"
         );
     }
-    // Crates of tests are not linked.
+    // Crates that only tests use are not linked.
     assert!(!licences.contains("\nclap_mangen") && !licences.contains("\nnix 0."));
     for script in ["postinst", "prerm", "postrm"] {
         let file = package.scratch.join("tree/DEBIAN").join(script);
@@ -210,8 +210,8 @@ fn the_package_describes_itself() {
     }
 }
 
-/// An upgrade restarts no service, a removal keeps configuration and state, and a purge leaves only the
-/// users and the records of sessions.
+/// An upgrade restarts no service, a removal keeps configuration and state, and a purge leaves only
+/// the users and the records of sessions.
 #[test]
 fn a_bare_debian_installs_upgrades_and_purges_the_package() {
     let Some(bare) = Bare::new() else { return };
@@ -240,7 +240,7 @@ fn install(bare: &Bare) {
         version.trim(),
         concat!("dunlin ", env!("CARGO_PKG_VERSION"))
     );
-    // In images of containers, dpkg leaves the pages of the manual out. Here it installs them.
+    // In images of containers, dpkg omits the pages of the manual. In this Debian it installs them.
     let page = bare.run("man --warnings --pager=cat dunlin-libvirt-enable 2>&1");
     assert!(page.contains("--install-identity"), "{page}");
     assert!(!page.contains("warning:"), "{page}");
@@ -255,7 +255,7 @@ fn install(bare: &Bare) {
     );
     bare.run("id dunlin-tunnel");
 
-    // Files of the operator, of `dunlin libvirt enable` and of systemctl.
+    // Create files as the operator, `dunlin libvirt enable` and systemctl do.
     bare.run("dunlin init a.example b.example --out /root/hosts");
     bare.run("install -m 640 -g dunlin -t /etc/dunlin /root/hosts/a.example/*");
     bare.run("dunlin tunnel check --config /etc/dunlin/tunnel.toml");
@@ -264,7 +264,8 @@ fn install(bare: &Bare) {
     bare.run("mkdir -p /etc/systemd/system/multi-user.target.wants");
 }
 
-/// An upgrade reloads systemd's units, and names what to restart. It restarts nothing.
+/// An upgrade reloads systemd's units, and prints the commands that restart the services. It
+/// restarts none itself.
 fn upgrade(bare: &Bare) {
     bare.fake_systemd(&["dunlin-tunnel.service", "dunlin-redirect.service"]);
     let said = bare.run("dpkg --install /shared/new.deb");
@@ -293,7 +294,7 @@ fn remove(bare: &Bare) {
     bare.run("dpkg --install /shared/new.deb && dpkg --remove dunlin");
 }
 
-/// The record of a session outlives a purge, which says so.
+/// A purge keeps the record of a session, and reports that.
 fn purge(bare: &Bare) {
     let record = "/var/lib/dunlin/0123456789abcdef0123456789abcdef.destination";
     bare.run(&format!("touch {record}"));

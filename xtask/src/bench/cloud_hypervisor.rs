@@ -23,7 +23,7 @@ pub(super) fn migrate(
     connections: u8,
     tls: Option<&Path>,
 ) -> Result<Moved> {
-    let program = &program().context("CLOUD_HYPERVISOR names no binary")?;
+    let program = &program().context("set CLOUD_HYPERVISOR to the path of its binary")?;
     let scratch = Scratch::try_new().context("cannot create a scratch folder")?;
     let image = scratch.join("bare.elf");
     fs::write(&image, bare_image(workload)).context("cannot write the guest's image")?;

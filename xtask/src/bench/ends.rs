@@ -235,7 +235,7 @@ impl Site {
                 Ok(stream) => return Ok(stream.patient()?),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if Instant::now() > until {
-                        bail!("no connection arrives at the far hypervisor");
+                        bail!("no connection has arrived at the far hypervisor within {TIMEOUT:?}");
                     }
                     thread::sleep(Duration::from_millis(1));
                 }

@@ -32,13 +32,13 @@ use super::{program, turns};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct LongLineOptions {
-    /// Number of turns for each round trip.
+    /// Number of migrations for each round trip time and each setting of the socket buffers.
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
     /// MiB of guest memory.
     #[arg(long, value_name = "MIB", default_value_t = 2048)]
     size: u32,
-    /// Round trips in milliseconds.
+    /// Round trip times in milliseconds.
     #[arg(long, value_name = "MS", value_delimiter = ',', default_values_t = [0, 10, 50, 100])]
     rtt_ms: Vec<u16>,
     /// Number of lanes.
@@ -61,7 +61,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// The kernel's limits of socket buffers.
 #[derive(Clone, Copy)]
 enum Buffers {
-    /// The limits that the machine's kernel sets in a new network namespace.
+    /// The limits that the host's kernel sets in a new network namespace.
     Default,
     /// At most 16 MiB for sending and for receiving.
     Large,
@@ -205,7 +205,7 @@ impl<'a> Bench<'a> {
         }
         let there = SocketAddr::new(link.address(&destination, Family::V4), 7400);
         let size = format!("{}M", self.options.size);
-        // Twice the guest's memory.
+        // The shift multiplies by 2 MiB, so this is twice the guest's memory.
         touch_physical_memory(u64::from(self.options.size) << 21)?;
         let mut receive = self.vm(&destination, "destination", "receive");
         receive
@@ -237,7 +237,7 @@ impl<'a> Bench<'a> {
             ended.store(true, Ordering::Release);
             let held = readings
                 .join()
-                .unwrap_or_else(|_| bail!("a thread panicked"));
+                .unwrap_or_else(|_| bail!("the thread that runs ss panicked"));
             (held, moved, total)
         });
         let (held, moved) = (held?, moved?);

@@ -69,6 +69,6 @@ fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration)
 /// The time of an event according to this host's clock.
 fn at(event: &Value) -> Result<Duration> {
     let stamp = &event["timestamp"];
-    let part = |name: &str| stamp[name].as_u64().context("an event without a time");
+    let part = |name: &str| stamp[name].as_u64().context("a QMP event has no time");
     Ok(Duration::from_secs(part("seconds")?) + Duration::from_micros(part("microseconds")?))
 }

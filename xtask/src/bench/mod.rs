@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: compares Dunlin with other programs on this host in one run.
 //!
-//! - [`tunnel`]: throughput and latency of the tunnel, stunnel, OpenSSH and a proxy in Go, of their
-//!   floor, and of a direct connection.
+//! - [`tunnel`]: throughput and latency of the tunnel, stunnel, OpenSSH, a proxy in Go, a minimal
+//!   tunnel (the *floor*) and a direct connection.
 //! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
 //! - [`long_line`]: migrations over a line with a long round trip.
 
@@ -26,8 +26,8 @@ use clap::Subcommand;
 /// The available benchmarks.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
-    /// Compares relay and stripe mode with stunnel, OpenSSH, a proxy in Go, and their floor:
-    /// throughput, round trips, and QEMU's downtime.
+    /// Compares relay and stripe mode with stunnel, OpenSSH, a proxy in Go and a minimal tunnel
+    /// (the floor): throughput, round trips, and QEMU's downtime.
     Tunnel(tunnel::TunnelOptions),
     /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS;
     /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary.

@@ -353,7 +353,7 @@ fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
     let until = Instant::now() + TIMEOUT;
     while !there() {
         if Instant::now() > until {
-            bail!("{what} does not listen");
+            bail!("{what} does not listen after {TIMEOUT:?}");
         }
         thread::sleep(Duration::from_millis(10));
     }

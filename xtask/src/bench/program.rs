@@ -73,7 +73,9 @@ pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     let root = debian::packages("trixie", &["openssh-server", "openssh-client"])?;
     let wrapped = |program: &str| -> Result<PathBuf> {
         let program = root.join(program);
-        let name = program.file_name().context("a program has a name")?;
+        let name = program
+            .file_name()
+            .context("the program's path has no file name")?;
         let path = folder.join(name);
         let loader = debian::program(&root, "sshd")?;
         let text = script(
@@ -160,7 +162,7 @@ pub(super) fn build_go_proxy(output: &Path) -> Result<()> {
         .args(["build", "-o"])
         .arg(output)
         .arg(source)
-        // Use only the machine's own toolchain, and no workspace or flags.
+        // Use only the Go toolchain that is installed on this host, and no workspace or flags.
         .env("GOTOOLCHAIN", "local")
         .env("GOWORK", "off")
         .env("GOFLAGS", "")

@@ -25,19 +25,19 @@ use super::{migration, program, turns};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct TunnelOptions {
-    /// Turns of each variant.
+    /// Number of turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: usize,
     /// The data that all streams of a turn carry in total, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     size: u64,
-    /// Round trips of a turn.
+    /// Number of round trips of a turn.
     #[arg(long, value_name = "N", default_value_t = 1000)]
     trips: usize,
     /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
-    /// The downtime that QEMU may predict for its switchover.
+    /// QEMU's downtime limit: it switches over once it predicts no more than this downtime.
     #[arg(long, value_name = "MS", default_value_t = 300)]
     downtime_limit: u32,
     /// Variants to measure: bare, floor, pipeline, stunnel, openssh, go-proxy, relay, stripe-N.
@@ -109,7 +109,9 @@ impl fmt::Display for Turn<'_> {
 
 pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     let dunlin = match &options.dunlin {
-        Some(dunlin) => dunlin.canonicalize().context("--dunlin")?,
+        Some(dunlin) => dunlin
+            .canonicalize()
+            .context("cannot find the file of --dunlin")?,
         None => program::dunlin()?,
     };
     let site = Site::new(dunlin)?;

@@ -27,7 +27,7 @@ use super::{cloud_hypervisor, program, turns};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct WholeOptions {
-    /// Turns of each variant.
+    /// Number of turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: usize,
     /// MiB of guest memory, at most 2048.
@@ -101,7 +101,7 @@ impl Activity {
     }
 }
 
-/// A migration that is not Dunlin's.
+/// A hypervisor with which Dunlin is compared, and the connections of its migration.
 #[derive(Clone, Copy)]
 enum Peer {
     Qemu { channels: u8, tls: bool },
@@ -175,7 +175,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
             "Cloud Hypervisor moves only the idle guest: docs/benchmarking/whole.md has the reason"
         );
     } else {
-        eprintln!("CLOUD_HYPERVISOR names no binary: Cloud Hypervisor is left out");
+        eprintln!("the variable CLOUD_HYPERVISOR is not set: Cloud Hypervisor is left out");
     }
     let rig = match peers.is_empty() {
         true => None,
@@ -215,7 +215,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     measured
 }
 
-/// Adds the measurements of a peer.
+/// Adds the measurements of a migration by another hypervisor.
 fn add(activity: Activity, peer: Peer, moved: &Moved, memory_mib: u32, results: &mut Results) {
     let (variant, connections) = peer.variant();
     let gibibytes = f64::from(memory_mib) / 1024.0;
@@ -268,7 +268,7 @@ fn own(dunlin: &Path, options: &WholeOptions, lanes: u8, results: &mut Results) 
     Ok(())
 }
 
-/// What the migrations of the peers share.
+/// What the migrations of QEMU and of Cloud Hypervisor share.
 struct Rig {
     qemu: Qemu,
     accelerator: Accelerator,
@@ -314,8 +314,9 @@ impl Rig {
         // disk.
         let bytes = u64::from(memory_mib - LEFT_OUT_MIB) << 20;
         let mut random = File::open("/dev/urandom").context("cannot open /dev/urandom")?;
-        let mut content = File::create(rig.content()).context("cannot create the content")?;
-        io::copy(&mut random.by_ref().take(bytes), &mut content).context("cannot write content")?;
+        let mut content = File::create(rig.content()).context("cannot create the RAM disk")?;
+        io::copy(&mut random.by_ref().take(bytes), &mut content)
+            .context("cannot write the RAM disk")?;
         Ok(rig)
     }
 

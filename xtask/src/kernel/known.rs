@@ -1,5 +1,5 @@
-//! Kernel versions that have passed on this machine. They help to distinguish a fault in a
-//! new Debian kernel from a fault in Dunlin.
+//! Kernel versions under which the tests have passed on this host. They help to distinguish a fault
+//! in a new Debian kernel from a fault in Dunlin.
 
 use std::fs;
 use std::io;

@@ -16,7 +16,7 @@ use dunlin_rig::debian::{Kernel, Qemu};
 
 use super::verdict::{Record, Said};
 
-/// A boot takes 10 to 20 seconds on an idle machine. The limit allows for a parallel build.
+/// A boot takes 10 to 20 seconds on an idle host. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
 /// Time limit for the runner's next report. While a test runs, its own limit is added, which the

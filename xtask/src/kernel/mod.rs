@@ -1,14 +1,14 @@
 //! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
 //!
-//! The kernel of the build machine may lack kernel TLS or ESP. The tests run in an emulated
-//! machine, by default under the newest and the oldest supported kernel of Debian.
+//! The host's own kernel may lack kernel TLS or ESP. The tests run in an emulated machine, by
+//! default under the newest and the oldest supported kernel of Debian.
 //! docs/testing/kernel-tests.md explains how to add a test.
 //!
 //! - [`program`]: builds the tests and asks each for its requirements
 //! - [`initramfs`], [`archive`]: the guest's files; `init.sh` runs in the guest
 //! - [`machine`]: runs one boot and records its output
 //! - [`verdict`]: derives each test's outcome from the record
-//! - [`known`]: kernel versions that have passed on this machine
+//! - [`known`]: kernel versions under which the tests have passed on this host
 
 pub mod archive;
 pub mod initramfs;

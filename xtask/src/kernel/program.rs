@@ -42,7 +42,7 @@ pub struct Needs {
     pub library_tests: Vec<String>,
     /// Its time limit.
     pub limit_seconds: u64,
-    /// The kernels under which a run of all tests includes this one.
+    /// The kernels under which a run of all tests includes this test.
     pub under: Under,
 }
 

@@ -16,9 +16,9 @@ const SCRIPT: &str = include_str!("archive.sh");
 /// Where the programs that write the archives come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Tools<'a> {
-    /// Debian's packages in this directory: the archives depend on nothing of this machine.
+    /// Debian's packages in this directory: the archives depend on nothing of this host.
     Of(&'a Path),
-    /// This machine, without compression: for tests.
+    /// This host's programs, without compression: for tests.
     Machine,
 }
 
@@ -31,11 +31,11 @@ pub struct Files {
     pub archive: PathBuf,
 }
 
-/// Writes the archives of `tree` into the directory `out`. Adds compressed pages, sizes and checksums to
-/// the tree.
+/// Writes the archives of `tree` into the directory `out`. Adds compressed pages, sizes and
+/// checksums to the tree.
 ///
 /// # Errors
-/// A program fails, or this process may not make a file system of its own.
+/// A program fails, or this process may not create a mount namespace.
 pub fn write(tools: &Tools, tree: &Path, out: &Path, version: &Version) -> Result<Files> {
     let scratch = Scratch::try_new()?;
     let script = out.join("archive.sh");

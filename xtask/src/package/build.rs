@@ -12,7 +12,7 @@ use dunlin_test_base::Scratch;
 use super::commit::{Version, workspace};
 use super::programs::{output, run};
 
-/// Debian's packages of the file system in which the build runs.
+/// The Debian packages in the file system in which the build runs.
 pub const PACKAGES: [&str; 14] = [
     "bash",
     "coreutils",
@@ -29,13 +29,13 @@ pub const PACKAGES: [&str; 14] = [
     "xz-utils",
     "zlib1g",
 ];
-/// The script that makes that file system and runs a command in it.
+/// The script that mounts the file system of the build and runs a command in it.
 const INSIDE: &str = include_str!("inside.sh");
-/// What replaces the paths of the build in the binary.
+/// The directory that replaces the paths of the build in the binary.
 const SHOWN: &str = "/usr/src/dunlin";
 
-/// Writes the files of the commit that is checked out into `source`, and the sources of the crates into
-/// its directory `vendor`.
+/// Writes the files of the commit that is checked out into `source`, and the sources of the crates
+/// into its directory `vendor`.
 ///
 /// # Errors
 /// git or cargo fails.
@@ -51,9 +51,9 @@ pub fn export(source: &Path) -> Result<()> {
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot run git")?;
-    let files = archive.stdout.take().context("git has no output")?;
-    // --touch: with the commit's time, cargo would take the files for unchanged since a build of a
-    // later commit.
+    let files = archive.stdout.take().context("git has no stdout pipe")?;
+    // With `--touch` the files get the current time. With the commit's time, cargo would not
+    // rebuild them after a build of a later commit.
     let mut tar = Command::new("tar");
     let tar = tar
         .args(["--extract", "--touch", "--directory"])
@@ -69,7 +69,7 @@ pub fn export(source: &Path) -> Result<()> {
 /// Builds the command from `source`, in the directory `target`, and returns its file.
 ///
 /// # Errors
-/// The build fails, or this process may not make a file system of its own.
+/// The build fails, or this process may not create a mount namespace.
 pub fn build(root: &Path, source: &Path, target: &Path, version: &Version) -> Result<PathBuf> {
     fs::create_dir_all(target)?;
     let mut rustc = Command::new("rustc");
@@ -115,9 +115,9 @@ pub fn build(root: &Path, source: &Path, target: &Path, version: &Version) -> Re
     Ok(target.join("release/dunlin"))
 }
 
-/// A command in the file system of Debian's packages in `root`, with these directories mounted. The
-/// caller adds the program and its arguments. `scratch` is where the file system is mounted, in a mount
-/// namespace of the command.
+/// A command that runs in a file system made of Debian's packages in `root`, with the directories
+/// `mounts` mounted. The caller adds the program and its arguments. The file system is mounted
+/// below `scratch`, in a mount namespace of the command.
 ///
 /// # Errors
 /// `scratch` cannot be written.

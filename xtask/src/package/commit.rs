@@ -18,8 +18,9 @@ pub struct Version {
     pub date: String,
 }
 
-/// The version of the commit that is checked out: that of a release, if the commit has its tag;
-/// otherwise one that sorts before the next release, and by date.
+/// The version of the commit that is checked out. If the commit has the tag of a release, this is
+/// the version of that release. Otherwise it is a version that sorts before the next release; such
+/// versions sort by the dates of their commits.
 ///
 /// # Errors
 /// The workspace is not a git clone.

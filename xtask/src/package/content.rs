@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use super::commit::Version;
 use super::symbols;
 
-/// Files that dpkg does not replace once they were changed, relative to the root.
+/// Files that dpkg does not replace after an operator has changed them, relative to the root.
 const CONFIGURATION: [&str; 2] = ["etc/dunlin/accept.conf", "etc/dunlin/tunnel.toml.example"];
 /// Folders of docs/ that the packages leave out.
 const NOT_PAGES: [&str; 2] = ["api", "results"];
@@ -33,7 +33,8 @@ pub struct Parts<'a> {
 struct Tree<'a>(&'a Path);
 
 impl Parts<'_> {
-    /// Writes the files into the new directory `tree`, and those for dpkg into its directory `DEBIAN`.
+    /// Writes the packages' files into the new directory `tree`, and the files for dpkg itself into
+    /// its directory `DEBIAN`.
     ///
     /// # Errors
     /// A file cannot be read or written, or the command needs other libraries than expected.
@@ -102,11 +103,11 @@ impl Parts<'_> {
             let name = name(&from);
             tree.copy(&from, &format!("{PLACE}/examples/{name}"), 0o644)?;
         }
-        // Messages of the command name these pages, as docs/….
+        // The command's messages refer to these pages as `docs/…`.
         self.pages_in(tree, Path::new("docs"), PLACE)
     }
 
-    /// Copies the pages of a folder, and those of its folders.
+    /// Copies the pages of a folder and of its subfolders.
     fn pages_in(&self, tree: &Tree, folder: &Path, place: &str) -> Result<()> {
         let from = self.source.join(folder);
         for entry in fs::read_dir(&from).with_context(|| from.display().to_string())? {
@@ -180,13 +181,14 @@ impl Tree<'_> {
 
     fn place(&self, path: &str) -> Result<PathBuf> {
         let path = self.0.join(path);
-        let folder = path.parent().context("every file is in a folder")?;
+        let folder = path.parent().context("the file's path has no folder")?;
         fs::create_dir_all(folder)?;
-        ensure!(!path.exists(), "two files for {}", path.display());
+        ensure!(!path.exists(), "two files have the path {}", path.display());
         Ok(path)
     }
 
-    /// Sets the modes of all folders, which depend on this process's umask until now.
+    /// Sets the modes of all folders. They were created with modes that depend on this process's
+    /// umask.
     fn set_modes(&self) -> Result<()> {
         let mut folders = vec![self.0.to_owned()];
         while let Some(folder) = folders.pop() {

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command in a file system that consists of Debian's packages and of the directories that are named,
-# with none of this machine's variables. The caller has made namespaces of mounts and processes.
+# Runs a command in a file system that consists of Debian's packages and the named directories,
+# without the host's environment variables. The caller has created a mount and a PID namespace.
 # Usage: inside.sh PACKAGES EMPTY-DIRECTORY [DIRECTORY PATH]... -- COMMAND...
 set -eu
 PATH=/usr/sbin:/usr/bin:/sbin:/bin

@@ -49,7 +49,7 @@ struct Dependency {
 
 #[derive(Deserialize)]
 struct Kind {
-    /// `null` for what is linked; otherwise `dev` or `build`.
+    /// `null` for a dependency that is linked; otherwise `dev` or `build`.
     kind: Option<String>,
 }
 
@@ -79,10 +79,10 @@ pub fn of_the_command() -> Result<String> {
         let folder = package
             .manifest_path
             .parent()
-            .context("a manifest has a folder")?;
+            .context("the path of a crate's manifest has no folder")?;
         for text in texts_in(folder)? {
             let names = texts.entry(text).or_default();
-            // A crate may have the same text twice.
+            // A crate may contain the same text in two files.
             if names.last() != Some(&name) {
                 names.push(name.clone());
             }

@@ -6,9 +6,10 @@
 //!  units, scripts, pages, licences ──────────▶ content: a tree ─▶ archive: .deb, .tar.xz
 //! ```
 //!
-//! Compiler, C library and the programs that write the archives come from Debian's packages, in a file
-//! system of their own in which every path is fixed. A build therefore depends on the commit, the Rust
-//! compiler and Debian's release, and not on the machine or the directory.
+//! The C compiler, the C library and the programs that write the archives come from Debian's
+//! packages. They run in a file system of their own in which every path is fixed. A build therefore
+//! depends on the commit, the Rust compiler and Debian's release, but not on the host or the
+//! directory.
 
 pub mod archive;
 pub mod build;

@@ -41,7 +41,8 @@ pub fn write(directory: &Path) -> Result<()> {
         "--no-run",
         "--message-format=json-render-diagnostics",
     ]);
-    // As `cargo xtask test` builds it, so that no crate is built with other features.
+    // Build with the arguments of `cargo xtask test`, so that no crate is built a second time with
+    // other features.
     cargo.args(BUILT).args(["--bin", "dunlin"]);
     let built = output(cargo.current_dir(workspace()))?;
     let program = built.lines().find_map(program);
@@ -58,7 +59,7 @@ pub fn write(directory: &Path) -> Result<()> {
     let is_written = directory.join("man/dunlin.1").exists();
     is_written
         .then_some(())
-        .context("the test pages::written does not exist any more")
+        .context("the test pages::written has not written man/dunlin.1: does it still exist?")
 }
 
 /// The file with the tests of the binary `dunlin`, if the line of cargo's output reports it.

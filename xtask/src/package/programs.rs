@@ -15,11 +15,12 @@ pub(super) fn output(command: &mut Command) -> Result<String> {
         "{name} failed: {}",
         String::from_utf8_lossy(&done.stderr)
     );
-    let text = String::from_utf8(done.stdout).with_context(|| format!("the output of {name}"))?;
+    let text = String::from_utf8(done.stdout)
+        .with_context(|| format!("the output of {name} is not UTF-8"))?;
     Ok(text.trim_end().to_owned())
 }
 
-/// Runs a program that writes for the user.
+/// Runs a program. Its output goes to this process's standard output and standard error.
 pub(super) fn run(command: &mut Command) -> Result<()> {
     let name = format!("{command:?}");
     let status = command

@@ -1,4 +1,4 @@
-//! Which C library the command needs.
+//! Checks which version of the C library the command needs.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::programs::output;
 
-/// The C library of the oldest release ([`super::RELEASE`]).
+/// The version of the C library in the oldest release ([`super::RELEASE`]).
 pub const NEWEST: (u32, u32) = (2, 36);
 /// The libraries that the command may need: packages `libc6` and `libgcc-s1`.
 const LIBRARIES: [&str; 4] = [
@@ -17,8 +17,8 @@ const LIBRARIES: [&str; 4] = [
     "ld-linux-x86-64.so.2",
 ];
 
-/// Checks that the binary needs no newer C library and no other libraries. Returns the version of the
-/// C library that it needs.
+/// Checks that the binary needs no newer C library than [`NEWEST`] and no libraries other than
+/// `LIBRARIES`. Returns the version of the C library that it needs.
 ///
 /// # Errors
 /// The binary needs a newer or another library, or the package binutils is missing.
@@ -36,7 +36,7 @@ pub fn check(binary: &Path) -> Result<(u32, u32)> {
     ensure!(
         needed <= NEWEST,
         "the binary needs version {}.{} of the C library, and Debian 12 has {}.{}: something has used \
-         headers or libraries of this machine",
+         headers or libraries of this host",
         needed.0,
         needed.1,
         NEWEST.0,

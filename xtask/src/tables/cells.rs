@@ -73,7 +73,7 @@ pub(super) fn cell(row: &Row, name: &str, digits: Digits) -> Result<String> {
 /// The median of a figure that the line must have.
 pub(super) fn median(row: &Row, name: &str) -> Result<f64> {
     let figure = row.figure(name)?;
-    let figure = figure.with_context(|| format!("{}: no {name}", row.place))?;
+    let figure = figure.with_context(|| format!("{}: the line has no {name}", row.place))?;
     Ok(figure.median)
 }
 

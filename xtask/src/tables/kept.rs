@@ -42,7 +42,7 @@ pub(super) struct Header {
 /// One file.
 #[derive(Debug)]
 pub(super) struct Kept {
-    /// Its name without folder and extension.
+    /// The file's name without folder and extension.
     pub(super) name: String,
     pub(super) run: Run,
     pub(super) rows: Vec<Row>,

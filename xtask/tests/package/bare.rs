@@ -1,5 +1,5 @@
-//! A bare Debian to install packages on: an overlay over the cached file system, and namespaces of mounts
-//! and processes for each command. No service manager runs.
+//! A minimal Debian to install packages on: an overlay over the cached file system. Each command
+//! runs in a mount namespace and a PID namespace of its own. No service manager runs.
 #![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -14,7 +14,8 @@ use dunlin_test_base::Scratch;
 use dunlin_test_base::need::or_skip;
 use xtask::package::RELEASE;
 
-/// Mounts the file system. The arguments are the scratch directory, the root below, and a script.
+/// Mounts the file system and runs a script in it. The arguments are the scratch directory, the
+/// lower directory of the overlay, and the script.
 const ENTER: &str = "set -e; cd \"$1\"
 mount --bind \"$2\" below
 mount -t overlay -o lowerdir=below,upperdir=upper,workdir=work none root
@@ -27,7 +28,8 @@ mount --bind shared root/shared
 exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin HOME=/root TERM=dumb \\
     DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 MANWIDTH=100 chroot root sh -c \"$3\"";
 
-/// A program in place of systemctl. It logs its arguments, and answers from a file which units run.
+/// A program that replaces systemctl. It logs its arguments, and for `is-active` it reads from a
+/// file which units run.
 const SYSTEMCTL: &str = "#!/bin/sh\ncase $2 in is-active) exec grep -qx \"$3\" /run/active ;; esac\n\
                          echo \"$*\" >>/run/calls\n";
 
@@ -58,12 +60,13 @@ const USERS: [&str; 9] = [
 pub struct Bare {
     scratch: Scratch,
     below: PathBuf,
-    /// The directory that is /shared inside.
+    /// The host's directory that is mounted in the Debian as /shared.
     pub shared: PathBuf,
 }
 
 impl Bare {
-    /// `None` without a network or without the permission to mount, which fails in CI.
+    /// Returns `None` without a network or without the permission to mount. In CI, it panics
+    /// without them.
     pub fn new() -> Option<Self> {
         let below = need::fetched(debian::bare(RELEASE, &["man-db", "systemd"]))?;
         let scratch = Scratch::in_memory();
@@ -113,7 +116,8 @@ impl Bare {
         out
     }
 
-    /// A shell for several scripts. Their processes go on. Until it ends, `run` must not be called.
+    /// A shell for several scripts. The processes that a script starts may outlive the script. Do
+    /// not call [`Bare::run`] until the shell has ended.
     pub fn shell(&self) -> Shell {
         let mut command = self.command("exec sh");
         let mut child = command
@@ -149,7 +153,7 @@ impl Bare {
         self.run("rm /usr/local/bin/systemctl");
     }
 
-    /// The arguments of systemctl's calls since this was last called.
+    /// The arguments of the calls of systemctl since the last call of this function.
     pub fn systemctl_calls(&self) -> Vec<String> {
         let log = self.scratch.join("run/calls");
         let calls = fs::read_to_string(&log).unwrap();
@@ -157,7 +161,8 @@ impl Bare {
         calls.lines().map(Into::into).collect()
     }
 
-    /// All files with their types, modes, owners and link targets, except [`CHANGING`] and [`USERS`].
+    /// All files with their types, modes, owners and link targets, except [`CHANGING`] and
+    /// [`USERS`].
     pub fn files(&self) -> BTreeSet<String> {
         let prune: Vec<_> = CHANGING
             .iter()
@@ -173,7 +178,7 @@ impl Bare {
     }
 }
 
-/// A shell in the Debian. All of its processes end with it.
+/// A shell in the Debian. All processes that it has started end with it.
 pub struct Shell {
     child: Child,
     stdin: ChildStdin,
@@ -188,7 +193,7 @@ impl Shell {
         out
     }
 
-    /// Starts a program, which writes to /shared/NAME.log; returns its process.
+    /// Starts a program with its output in /shared/NAME.log; returns its process ID.
     pub fn start(&mut self, name: &str, line: &str) -> u32 {
         let start = format!("{line} </dev/null >/shared/{name}.log 2>&1 & echo \"end $!\"");
         self.ask(&start).1
@@ -216,7 +221,7 @@ impl Shell {
 
 impl Drop for Shell {
     fn drop(&mut self) {
-        // The kernel ends the processes of a namespace with its first one.
+        // When the first process of a PID namespace ends, the kernel kills the other processes.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

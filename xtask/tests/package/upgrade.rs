@@ -1,6 +1,6 @@
-//! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel with
-//! moving bytes: nothing is interrupted, and a tunnel that is restarted later, as docs/install.md
-//! describes, works with one of the earlier version.
+//! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel that
+//! carries bytes: nothing is interrupted. A tunnel that is restarted later, as docs/install.md
+//! describes, works with a tunnel of the earlier version.
 
 use std::env;
 use std::fs;
@@ -23,11 +23,12 @@ use super::{Package, ready};
 /// Longer than anything that this test waits for.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Bytes that a channel carries there and back as evidence that it works.
+/// Bytes that a channel carries to the target and back as evidence that it works.
 const SOME: u64 = 1 << 20;
 
-/// The command of the earlier package. The soak has that of an earlier commit (docs/testing/versions.md).
-/// The newer one differs from it in its last bytes, so that dpkg replaces the file.
+/// The commands of the earlier and the newer package. In the soak test, the earlier command is that
+/// of an earlier commit (docs/testing/versions.md). Additional bytes at the end of the newer
+/// command make dpkg replace the file.
 fn commands() -> [PathBuf; 2] {
     let scratch = &ready().scratch;
     let newer = scratch.join("newer");
@@ -82,7 +83,7 @@ fn an_upgrade_interrupts_no_channel_and_a_restart_waits_for_its_end() {
         let program = shell.run(&format!("readlink /proc/{pid}/exe"));
         assert_eq!(program.trim(), "/usr/bin/dunlin (deleted)");
     }
-    // The new command asks the processes of the old one.
+    // The new command queries processes that run the old command.
     let status = shell.run("dunlin status --json");
     let mut tunnels = status
         .lines()
@@ -90,7 +91,7 @@ fn an_upgrade_interrupts_no_channel_and_a_restart_waits_for_its_end() {
     let near_status: Value = tunnels.find(|one: &Value| one["name"] == "near").unwrap();
     assert_eq!(near_status["routes"][0]["channels"], 1, "{status}");
 
-    // The restart of one tunnel: it waits for the channel, which goes on.
+    // Restart one tunnel. Before it ends, it waits for the end of its channel, which still works.
     shell.run(&format!("kill -TERM {near}"));
     wait_for(&bare.shared.join("near.log"), "no new connections");
     channel.carries();
@@ -101,7 +102,7 @@ fn an_upgrade_interrupts_no_channel_and_a_restart_waits_for_its_end() {
         shell.run(&format!("readlink /proc/{near}/exe")).trim(),
         "/usr/bin/dunlin"
     );
-    // Two versions.
+    // The two tunnels run different versions.
     let channel = Channel::open(&bare, &target);
     channel.carries();
     channel.end();
@@ -200,12 +201,12 @@ impl Channel {
             let mut next = 0_u64;
             loop {
                 let bytes: Vec<u8> = (next..next + 1024).flat_map(u64::to_le_bytes).collect();
-                // The test ends the stream.
+                // An error means that the test has ended the stream.
                 if sends.write_all(&bytes).is_err() {
                     return;
                 }
                 next += 1024;
-                // Leaves the CPU to dpkg.
+                // Leave the CPU to dpkg.
                 thread::sleep(Duration::from_millis(1));
             }
         });
