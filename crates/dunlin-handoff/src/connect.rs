@@ -62,7 +62,7 @@ pub fn connect(
             let to = format!("{host}:{port}");
             HandoffError::Unreachable { to, source }
         })?;
-        // The stream is connected to one of `addresses`, so there is a first one.
+        // The stream is connected to one of `addresses`, so the list is not empty.
         let at = stream.peer_addr().unwrap_or(addresses[0]);
         cancel
             .covers(&stream)

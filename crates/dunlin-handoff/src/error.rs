@@ -37,8 +37,8 @@ pub enum HandoffError {
     NotTrusted {
         /// The peer's address.
         at: SocketAddr,
-        /// The certificate at which the peer's chain ends, if the peer's certificate can be
-        /// decoded.
+        /// Why the peer's certificate has no chain to a trusted certificate; `None` if the peer's
+        /// certificate cannot be decoded.
         why: Option<UntrustedReason>,
     },
     /// The handshake failed.
@@ -110,7 +110,7 @@ fn untrusted(why: &Option<UntrustedReason>) -> String {
         }
         Some(UntrustedReason::IncompleteChain { issuer }) => format!(
             "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
-             trust it, append it to the CA bundle"
+             trust the authority, append its certificate to the CA bundle"
         ),
         None => "its issuer is unknown; append that issuer to the CA bundle".to_owned(),
     }

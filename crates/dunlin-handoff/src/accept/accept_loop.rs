@@ -152,8 +152,8 @@ impl AcceptLoop {
         self.listen(listener)
     }
 
-    /// Evicts the next client to evict if its grace period has passed. Reports [`Event::Starved`]
-    /// if there is no client to evict.
+    /// Evicts the client that [`least`] selects if its grace period has passed. Reports
+    /// [`Event::Starved`] if no client is pending.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
@@ -257,7 +257,7 @@ struct Candidate {
 enum Shortage {
     /// Evict the client with this number.
     Evict(u64),
-    /// Try again later: the client to evict is not past its grace period yet.
+    /// Try again later: the grace period of the client to evict has not passed yet.
     Wait,
     /// There is no client to evict.
     Starved,

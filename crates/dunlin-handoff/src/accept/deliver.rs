@@ -123,7 +123,7 @@ fn reject(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
         secrets,
         ..
     } = keyed;
-    // The writes fail only if the client has disconnected or does not read.
+    // Ignore a failure to send the alert: the client has disconnected or does not read.
     let _ = stream.set_write_timeout(Some(ALERT_TIMEOUT));
     let config = shared.tls.config();
     if let Some(alert) = internal_error(secrets.tx, suite, config.crypto_provider()) {

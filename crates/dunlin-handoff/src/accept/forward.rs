@@ -1,9 +1,9 @@
 //! Forwards clients to the backend, each on its own connection, with all bytes unchanged.
 //!
 //! Each forwarded client has two threads, and the number of clients is limited. At the limit, a new
-//! client replaces another client that has been idle for a minimum time; of several, the one that
-//! has been idle for longest. The minimum is shorter for a client that has sent only its hello. An
-//! active client is never evicted.
+//! client replaces a client that has been idle for a minimum time. If there are several such
+//! clients, the client that has been idle for longest is replaced. The minimum is shorter for a
+//! client that has sent only its hello. An active client is never evicted.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -201,7 +201,7 @@ impl Forwarded {
     fn spliced(&self, pause: Pause, side: Side, to: &impl AsFd) -> Result<(), Refusal> {
         let error = match pause {
             Pause::Ended => {
-                // Fails only if the peer has disconnected.
+                // This fails only if the peer has disconnected.
                 let _ = shutdown(to, Shutdown::Write);
                 self.ends(side);
                 return Ok(());
@@ -295,10 +295,10 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
     }
 }
 
-/// Makes close(2) reset the connection. A unix socket ignores the option, but reports a reset to
-/// its peer if it is closed with unread bytes.
+/// Makes close(2) reset the connection (`SO_LINGER`). A unix socket ignores that option, but if it
+/// is closed with unread bytes, its peer gets a reset.
 fn reset(socket: impl AsFd) {
-    // Fails only if the peer has disconnected.
+    // This fails only if the peer has disconnected.
     let _ = set_reset_on_close(socket);
 }
 

@@ -165,7 +165,7 @@ pub enum Refusal {
     Shortage(#[source] io::Error),
     /// The client requested no hand-off name, and there is no backend.
     #[error(
-        "the client's SNI is missing or not a name of a hand-off, and no backend is configured for other clients"
+        "the client's SNI is missing or is not a hand-off name, and no backend is configured for other clients"
     )]
     UnknownName,
     /// The handshake failed.
