@@ -52,7 +52,7 @@ pub(super) struct Held {
     pub(super) session: Session,
 }
 
-/// A session of a server and its peer.
+/// The peer of a server's session, and the status of that session.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// The peer's name, from its certificate.
@@ -234,7 +234,7 @@ impl Site {
         }
         control.send(&bytes)?;
         let (session, _) = agreed.map_err(|refusal| {
-            // Fails if the peer has already closed the connection.
+            // This fails if the peer has already closed the connection.
             let _ = control.close();
             IpsecError::Refused {
                 fault: refusal.fault,
@@ -294,7 +294,7 @@ impl Site {
         let peer = control.peer().principal();
         let theirs = held.iter().filter(|one| one.identity.is(&peer));
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
-            let text = "limit of sessions reached, in all or with one peer";
+            let text = "session limit reached, in total or with one peer: end one, or try later";
             return Err(refuse(FaultCode::Busy, text));
         }
         Ok((offer.session, selection))

@@ -75,7 +75,7 @@ pub enum IpsecError {
         /// The system's error.
         source: io::Error,
     },
-    /// Another program or session has policies for these packets.
+    /// Another program or session has policies for packets of the ports to protect.
     #[error(
         "another policy covers packets of these ports: {0}; choose other ports, or remove that policy"
     )]
@@ -95,9 +95,9 @@ pub enum IpsecError {
     /// An earlier session left ports blocked. This session needs only some of these ports, and
     /// connections still use the ports of the earlier session.
     #[error(
-        "an earlier session has left ports blocked; this session needs only some of them, and \
-         connections use them ({connections} now): end the connections, or request the same ports as \
-         before"
+        "an earlier session has left ports blocked, of which this session needs only some, and \
+         connections still use the blocked ports ({connections} now): end these connections, or \
+         request all ports of the earlier session"
     )]
     LeftInTheWay {
         /// The number of connections.
@@ -128,8 +128,8 @@ pub enum IpsecError {
     CoversControl(u16),
     /// The session would block the control connection of another session.
     #[error(
-        "port {port} is that of the control connection of another session between these hosts (ports \
-         {ports}, process {pid}), and would be blocked: choose ports that do not include it"
+        "the ports to protect include port {port} of the control connection of another session \
+         between these hosts (ports {ports}, process {pid}): choose ports without that port"
     )]
     CoversOther {
         /// The port.
@@ -139,8 +139,8 @@ pub enum IpsecError {
         /// The process of the other session.
         pid: u32,
     },
-    /// A policy for specific ports, in most cases of another session, covers the control
-    /// connection.
+    /// A policy for specific ports covers the control connection. In most cases the policy belongs
+    /// to another session.
     #[error(
         "the control connection uses port {port} on this host, which another policy covers ({by}): try \
          again to get another port, or keep the ports of sessions out of \
@@ -171,8 +171,8 @@ pub enum IpsecError {
     NoPerCpu,
     /// The range for lanes is too short for one session.
     #[error(
-        "port range {ports} for lanes contains no block of {block} ports aligned to {block}: use a \
-         longer range"
+        "port range {ports} for lanes contains no block of {block} ports that begins at a multiple \
+         of {block}: use a longer range"
     )]
     TooFewPorts {
         /// The configured range.
@@ -201,7 +201,7 @@ pub enum IpsecError {
     #[error("malformed message from peer")]
     Malformed(#[from] DecodeError),
     /// A value of this side does not fit a message.
-    #[error("message cannot be encoded")]
+    #[error("cannot encode a message to the peer")]
     Encode(#[from] EncodeError),
     /// This side refused the peer's offer, or ended the session because of a message of the peer.
     #[error("{text} ({fault})")]

@@ -65,12 +65,12 @@ pub enum Event {
         cpu: u32,
         /// Bytes that the lanes sent since the last check.
         sent: u64,
-        /// Upper bound of the bytes that the SA carried in that time.
+        /// Upper bound of the bytes that the CPU's SA carried in that time.
         carried: u64,
     },
     /// A connection or an offer was rejected.
     Rejected {
-        /// The source address of the connection, the name of the peer, or a description.
+        /// The source address of the connection, the name of the peer, or what was rejected.
         from: String,
         /// The reason's code.
         fault: FaultCode,

@@ -19,7 +19,7 @@ const ERROR: u16 = 2;
 const DONE: u16 = 3;
 /// The attribute with the text of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
 const ERROR_TEXT: u16 = 1;
-/// Bytes before the attributes of an error: its number and the header of the request.
+/// Number of bytes before the attributes of an error: the error number and the request's header.
 const ERROR_HEAD: usize = 4 + HEADER;
 /// The size of the buffer for one receive; the kernel fills at most half of it with each part of a
 /// list.

@@ -135,7 +135,8 @@ impl RecordDirectory {
                 };
                 match record.read(&header)? {
                     (Scope::Here, synced) => {
-                        // Remove an incomplete last line, so that the next line does not follow it.
+                        // Remove an incomplete last line, because the next line would be appended
+                        // to it.
                         let cut = record.file.set_len(synced);
                         cut.map_err(io_error("written", &path))?;
                         Ok(Some(record))

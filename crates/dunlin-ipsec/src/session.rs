@@ -154,7 +154,7 @@ impl Session {
     }
 
     fn tell(&self, what: Command) {
-        // Fails only if the session has already ended.
+        // This fails only if the session has already ended.
         let _ = self.commands.send(what);
     }
 }

@@ -38,7 +38,8 @@ fn by_procfs() -> Result<Vec<TcpConnection>, IpsecError> {
     Ok(connections)
 }
 
-/// A row: number, local and remote address in hexadecimal, state.
+/// Parses a row: number, local and remote address, state. Returns `None` if the row is malformed or
+/// the connection sends no data.
 fn parse(row: &str) -> Option<TcpConnection> {
     let mut words = row.split_whitespace().skip(1);
     let (local, peer) = (address(words.next()?)?, address(words.next()?)?);
@@ -46,7 +47,7 @@ fn parse(row: &str) -> Option<TcpConnection> {
     (!SILENT.contains(&state)).then_some(TcpConnection { local, peer, state })
 }
 
-/// An address as 32-bit words in the host's byte order, and the port.
+/// Parses an address (32-bit words in the host's byte order) and a port, in hexadecimal.
 fn address(text: &str) -> Option<SocketAddr> {
     let (host, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;

@@ -99,8 +99,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Checks that no policy for specific ports covers the packets of a connection. The policy of
-    /// another session would do so, if one of its ports is a port of the connection.
+    /// Checks that no policy for specific ports covers the packets of a connection. A policy of
+    /// another session covers them if the connection uses one of that session's ports.
     pub(super) fn check_not_covered(
         &self,
         local: SocketAddr,
@@ -129,8 +129,8 @@ impl Tables {
         Ok(policies.iter().filter(is_installed).copied().collect())
     }
 
-    /// Returns the first request id of an unused block of `size` ids, which is chosen from `blocks`
-    /// blocks with numbers from `random`.
+    /// Returns the first request id of an unused block of `size` ids. `random` selects the block;
+    /// `blocks` is the number of all blocks.
     pub(super) fn free_reqids(
         &self,
         blocks: u32,
@@ -384,7 +384,7 @@ impl Tables {
         self.xfrm.policies().map_err(kernel("listing policies"))
     }
 
-    /// Returns the kernel's policy with the selector and direction of this one.
+    /// Returns the kernel's policy with the selector and direction of `policy`.
     fn in_place_of(&self, policy: &Policy) -> Result<Option<xfrm::Policy>, IpsecError> {
         let own = policy_of(policy);
         let installed = self.xfrm.policy(&own.selector, own.direction);

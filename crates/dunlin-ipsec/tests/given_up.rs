@@ -18,7 +18,7 @@ use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
 /// The time within which a cancelled session must end: well below the timeout of 60 s, but long
-/// enough for a loaded machine.
+/// enough for a host under load.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
 /// A peer that falls silent at some point: it calls the third argument when it falls silent, and

@@ -19,8 +19,8 @@
 //! ```
 //!
 //! Control lanes do not use IPsec. A session protects a block of *source* ports of the side that
-//! opens lanes, so the listener of the other side still accepts any peer. A session is independent
-//! of the control lane: neither rekeying nor the end of one affects the other.
+//! opens lanes, so the listener of the other side still accepts any peer. The end of a control lane
+//! does not affect a session. Rekeying or the end of a session does not affect a control lane.
 //!
 //! With an SA for each CPU, the thread of a lane is pinned to one CPU before it connects. The SA of
 //! that CPU is requested for its first lane. If the peer's SA table is full, the lane uses the
@@ -64,8 +64,8 @@ use session::{LaneSession, refresh_route};
 /// are in use, another session starts. The number is a power of two, so that one policy in each
 /// direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
-/// The maximum number of offers from peers that wait for an answer. Further offers are dropped.
-/// Only authorised peers can make offers.
+/// The maximum number of peers' offers that wait for an answer. Further offers are dropped. Only
+/// authorised peers can make offers.
 const OFFERS: usize = 8;
 /// The maximum number of accepted lanes that wait for an SA for the packets that this side sends.
 const ANSWERING: usize = 256;

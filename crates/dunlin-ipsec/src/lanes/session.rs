@@ -45,7 +45,7 @@ pub enum LaneError {
     #[error("no keying session for a lane")]
     Session(#[from] IpsecError),
     /// Another peer answers at the endpoint of the lane.
-    #[error("{to} presented a certificate other than that of the control lane")]
+    #[error("the peer at {to} is not that of the control lane: check this address")]
     OtherPeer {
         /// The endpoint.
         to: String,
@@ -152,8 +152,8 @@ struct LaneEntry {
 /// A connection that uses only the SAs of a session.
 #[derive(Debug)]
 pub struct ProtectedLane {
-    /// The connection. If the lane has a CPU ([`LaneHold::cpu`]), the calling thread is pinned to
-    /// it.
+    /// The connection. If the lane has a CPU ([`LaneHold::cpu`]), the thread that opened the lane
+    /// is pinned to that CPU.
     pub stream: TcpStream,
     /// The entry in the session; the lane's thread must keep it as long as the lane exists.
     pub hold: LaneHold,
@@ -296,8 +296,8 @@ impl LaneSession {
         entry
     }
 
-    /// Waits for the SA of `sender`. Returns whether the SA was installed in time; false at once
-    /// for a CPU that did not get its own SA earlier.
+    /// Waits for the SA of `sender`. Returns whether the SA was installed in time. Does not wait if
+    /// an earlier wait for the SA of the same CPU was in vain.
     fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {

@@ -24,7 +24,7 @@ pub(super) struct Look {
     pub(super) after: BTreeMap<Sender, (u32, u64)>,
 }
 
-/// Lanes of a CPU that do not use its SA.
+/// The lanes of one CPU, if some of them do not use the SA of that CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stray {
     pub(super) cpu: u32,

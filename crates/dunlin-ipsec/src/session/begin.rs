@@ -17,8 +17,8 @@ use crate::record::{Owner, Record};
 use crate::tables::still_used;
 
 impl Driver {
-    /// Blocks the ports after all checks, and takes over those of them that earlier sessions left
-    /// blocked.
+    /// Blocks the ports if all checks succeed. If earlier sessions left some of the ports blocked,
+    /// takes those ports over.
     pub(super) fn begin(&mut self, terms: &Terms) -> Result<(), IpsecError> {
         (self.admits)(&self.options, terms)?;
         let socket = self.control.socket();
@@ -135,9 +135,9 @@ impl Driver {
         })
     }
 
-    /// Called after this session's own policies are installed. Removes the policies of earlier
-    /// sessions that the own policies override. Also frees the other ports of earlier sessions, if
-    /// no connection uses them.
+    /// Called after this session's policies are installed. Removes the policies of earlier sessions
+    /// that this session's policies override. Also frees the other ports of earlier sessions, if no
+    /// connection uses them.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,
@@ -186,12 +186,13 @@ impl Driver {
 /// The records and policies that earlier sessions left.
 struct Inheritance {
     records: Vec<Record>,
-    /// The blocking policies of those sessions that the kernel still has.
+    /// The policies that block the ports of those sessions, except policies that the kernel no
+    /// longer has.
     installed: Vec<Policy>,
 }
 
 impl Inheritance {
-    /// Whether a connection may exist that relies on the policies that are taken over.
+    /// Whether a connection may rely on the policies that are taken over.
     fn protected(&self, adoption: &Adoption) -> bool {
         let replaced =
             |policy: &Policy| replaces(&adoption.begin, policy) || adoption.then.contains(policy);

@@ -60,8 +60,8 @@ impl Driver {
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
         self.exchange.end(why.code(), &chain(&why));
-        // Sends the reason to the peer, unless the exchange has already ended. Ignore the result,
-        // which repeats the reason.
+        // This call sends the reason to the peer, unless the exchange has already ended. Ignore the
+        // result, which repeats the reason.
         let _ = self.settle();
         // This unblocks the reader.
         drop(dealt);
@@ -325,10 +325,10 @@ impl Driver {
     }
 
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
-    /// uses the ports. If connections still use them, the ports stay blocked until a later process
-    /// frees them. If the end was not requested and the ports were protected, they stay blocked
-    /// without a wait. If they were freed, an attacker who can interrupt a connection, or make a
-    /// peer send garbage, could open the ports.
+    /// uses the ports. If connections use them for longer, the ports stay blocked until a later
+    /// process frees them. If the end was not requested and the ports were protected, this function
+    /// does not wait, and the ports stay blocked. Otherwise an attacker who can interrupt a
+    /// connection, or make a peer send garbage, could open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,

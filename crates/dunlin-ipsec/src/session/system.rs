@@ -1,4 +1,4 @@
-//! Queries to the system other than IPsec.
+//! Queries to the system that do not read the tables of IPsec.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};

@@ -19,7 +19,7 @@ pub struct TcpConnection {
     pub local: SocketAddr,
     /// The other side's address and port.
     pub peer: SocketAddr,
-    /// A number of include/net/tcp_states.h.
+    /// The connection's state, one of the numbers in include/net/tcp_states.h.
     pub state: u8,
 }
 

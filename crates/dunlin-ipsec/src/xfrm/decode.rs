@@ -179,7 +179,8 @@ fn protect(template: &[u8]) -> Result<Option<Action>, &'static str> {
     }))
 }
 
-/// Whether a selector matches all packets: an SA without a selector reports only its family.
+/// Whether a selector matches all packets. The kernel reports such a selector, with only an address
+/// family, for an SA without a selector.
 fn is_all(selector: &Selector) -> bool {
     selector.source.prefix == 0
         && selector.destination.prefix == 0

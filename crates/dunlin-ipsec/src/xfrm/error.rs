@@ -38,9 +38,9 @@ pub enum Error {
         /// `SPI` or `selector`.
         what: &'static str,
     },
-    /// The machine has no CPU with this number.
+    /// This host has no CPU with this number.
     #[error(
-        "CPU {cpu} does not exist on this machine: choose one of /sys/devices/system/cpu/possible"
+        "CPU {cpu} does not exist on this host: choose one of /sys/devices/system/cpu/possible"
     )]
     NoSuchCpu {
         /// The number of the CPU.

@@ -72,7 +72,7 @@ impl Xfrm {
                 },
             })?;
         let xfrm = Self(Mutex::new(link));
-        // Fails here if the process lacks the capability.
+        // This request fails if the process lacks the capability.
         xfrm.exchange(
             "reading the kernel's number of SAs",
             encode::database(),
@@ -242,8 +242,8 @@ impl Xfrm {
     /// documentation addresses (RFC 5737, RFC 3849), which no policy uses, and removes it.
     ///
     /// # Errors
-    /// [`Error::NoEsp`] if the kernel has it over neither, [`Error::NotPermitted`], and other
-    /// errors of the kernel.
+    /// [`Error::NoEsp`] if the kernel has it for neither address family, [`Error::NotPermitted`],
+    /// and other errors of the kernel.
     pub fn esp(&self) -> Result<(), Error> {
         let [v4_source, v4] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
         let [v6_source, v6] = [1, 2].map(|last| IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, last]));

@@ -442,9 +442,9 @@ fn truncated_answers_are_errors() {
     assert!(decode::policy(&body[..167]).is_err());
 }
 
-/// The machine that runs this test may lack IPsec, or may not permit access to it: each case has
-/// its own error. With IPsec and permission, the test only lists SAs and policies. It changes
-/// nothing, because the network namespace is not its own.
+/// The kernel that runs this test may lack IPsec, or may not permit access to it: each case has its
+/// own error. With IPsec and permission, the test only lists SAs and policies. It changes nothing,
+/// because other processes use the same network namespace.
 #[test]
 fn a_lack_of_ipsec_or_of_permission_has_its_own_error() {
     let xfrm = match Xfrm::open() {
