@@ -46,7 +46,7 @@
 //! - `control` is the control lane. `data` sends and receives on data lanes; `record` seals and
 //!   opens their TLS records.
 //! - `relayed` and `splice` serve connections to programs other than Dunlin.
-//! - `fault` has the fault codes that an error has in every context.
+//! - `fault` maps errors to fault codes, for errors with the same code in every context.
 //!
 //! This crate does not interpret what a lane carries; the layers above do.
 //!

@@ -1,5 +1,5 @@
-//! The control lane: a low-volume stream that rustls always encrypts, because only rustls's
-//! buffered connection can export keys.
+//! The control lane: a stream with little data. rustls always seals and opens its records, and the
+//! kernel never does, because only rustls's buffered connection can export keys.
 //!
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
 //! it waits for the socket, so a send that waits for a slow peer does not delay receiving.

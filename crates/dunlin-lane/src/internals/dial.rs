@@ -111,7 +111,8 @@ pub fn connect_to_any(
 pub struct LaneRequest<'a> {
     /// Host and port of the peer's listener.
     pub endpoint: &'a str,
-    /// The only peer that may answer; `tls` may allow others. A plain lane does not check its peer.
+    /// The only peer that may answer, even if `tls` allows other peers. A plain lane does not check
+    /// its peer.
     pub peer: &'a Principal,
     /// This side's certificate and the peers that this side accepts.
     pub tls: &'a ClientTls,
@@ -159,7 +160,7 @@ pub enum DialError {
         source: HandshakeError,
     },
     /// Another allowed peer answered, not the peer of the control lane.
-    #[error("{endpoint} is not the peer of the control lane")]
+    #[error("the peer at {endpoint} is not that of the control lane: check this address")]
     OtherPeer {
         /// Host and port.
         endpoint: String,
@@ -230,7 +231,7 @@ impl DialCancel {
         self.0.stop.is_requested()
     }
 
-    /// Becomes readable, and stays readable, when the dial is cancelled.
+    /// A descriptor that becomes readable, and stays readable, when the dial is cancelled.
     #[must_use]
     pub fn wakeup(&self) -> &Wakeup {
         self.0.stop.wakeup()

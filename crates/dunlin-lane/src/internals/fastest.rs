@@ -48,12 +48,12 @@ const AUTOMATIC_LANES: [u16; 2] = [2, 8];
 
 /// A number of lanes for this host, from 2 to 8: one for each CPU that this process may use, but no
 /// more than `rate` needs (bytes per second; `None` for no limit). A lane has one thread on each
-/// host, so lanes beyond the CPUs only share them.
+/// host, so more lanes than CPUs would only share the CPUs.
 #[must_use]
 pub fn lanes(rate: Option<u64>) -> u16 {
     let cpus = affinity::allowed().map_or(1, |cpus| cpus.len());
-    // A thread of a lane either seals or opens, and copies. The copies cost about as much as the
-    // other half of the cipher's work, so a lane carries about what one core seals and opens.
+    // The thread of a lane copies the content and either seals or opens it. A copy takes about as
+    // long as sealing or opening, so a lane's rate is about that at which one core does both.
     let lane = || {
         auto()
             .speeds
@@ -63,7 +63,8 @@ pub fn lanes(rate: Option<u64>) -> u16 {
     count(cpus, rate.map(|rate| rate as f64 / lane()))
 }
 
-/// The number for this many CPUs, if `needed` lanes at full speed carry the rate.
+/// The number of lanes for this many CPUs. `needed` lanes at full speed carry the rate; `None` if
+/// the rate has no limit.
 fn count(cpus: usize, needed: Option<f64>) -> u16 {
     let [least, most] = AUTOMATIC_LANES;
     let lanes = needed.map_or(f64::INFINITY, f64::ceil).min(cpus as f64);

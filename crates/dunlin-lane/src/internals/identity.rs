@@ -69,7 +69,7 @@ pub struct Summary {
     pub fingerprint: [u8; 32],
     /// The pin with which other hosts can allow the certificate.
     pub pin: Pin,
-    /// The pin of the key, which stays valid after a renewal.
+    /// The pin of the key. It stays valid if the certificate is renewed for the same key.
     pub key_pin: Option<Pin>,
     /// The beginning of the validity.
     pub not_before: String,
@@ -217,9 +217,9 @@ impl Identity {
         })
     }
 
-    /// Checks a peer that was admitted earlier against the denied keys and revocation lists of this
-    /// identity, and whether its certificate has expired. A previously loaded identity may have
-    /// admitted the peer.
+    /// Checks a peer that was admitted earlier, possibly under an identity that was loaded before
+    /// this one: whether this identity denies its keys or lists its certificate as revoked, and
+    /// whether the certificate has expired.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`], [`PeerRefused::Revoked`] or [`PeerRefused::Expired`].

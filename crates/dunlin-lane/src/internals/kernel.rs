@@ -399,7 +399,8 @@ fn try_give(
 /// of its nonce. The handshake derives them as the XOR of the record number and the value from the
 /// key block. The kernel counts up from the value that it receives. If the kernel started at the
 /// key block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
-/// reveal the authentication key. So the kernel starts at a distance of 2^63.
+/// reveal the authentication key. So the kernel starts at a distance of 2^63 from
+/// that value.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;

@@ -306,8 +306,8 @@ impl ServerTls {
         kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
     }
 
-    /// Uses `settings` for all later handshakes, because these belong to the session that began
-    /// with `settings`.
+    /// Uses `settings` for all later handshakes, because they belong to the session that began with
+    /// these settings.
     pub(super) fn keep_settings(&self, settings: &Arc<ServerSettings>) {
         *lock(&self.kept) = Some(Arc::clone(settings));
     }

@@ -55,7 +55,8 @@ impl Stop {
         self.waker.wake();
     }
 
-    /// Becomes readable when the stop is requested, for threads that wait elsewhere.
+    /// A descriptor that becomes readable when the stop is requested, for threads that do not wait
+    /// with [`wait`].
     pub fn wakeup(&self) -> &Wakeup {
         &self.wakeup
     }

@@ -230,7 +230,7 @@ fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     assert_eq!(&got, b"read");
 }
 
-/// Opens a control lane to a listener; `peer` serves its one connection.
+/// Opens a control lane to a new listener; `peer` serves the accepted connection.
 fn opened(
     cancel: &DialCancel,
     peer: impl FnOnce(TcpStream, &ServerTls) + Send,

@@ -426,7 +426,7 @@ fn a_rate_limit_is_kept() {
     sender.socket().shutdown(Shutdown::Both).unwrap();
 }
 
-/// The end that dialled has the sender first, and the end that accepted has the receiver.
+/// At first the end that dialled has the sender, and the end that accepted has the receiver.
 #[test]
 fn a_lane_that_turns_round_carries_frames_to_the_side_that_dialled() {
     for (dialled, accepted) in every_security() {

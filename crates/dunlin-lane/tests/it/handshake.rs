@@ -609,7 +609,7 @@ fn i7_an_endless_flight_is_refused_at_the_limit() {
         );
         peer.join().unwrap();
     }
-    // The longest record that its header can state, and one that is a byte longer than allowed.
+    // The largest length that a record's header can state, and the allowed length plus one byte.
     for length in [u16::MAX, 16_641] {
         let (near, mut far) = pair();
         let [high, low] = length.to_be_bytes();

@@ -18,7 +18,7 @@ fn accept(source: &Identity, destination: &Identity) -> Result<(), HandshakeErro
     let (near_socket, far_socket) = pair();
     thread::scope(|scope| {
         let accepted = scope.spawn(|| handshake::server(far_socket, &far, soon()));
-        // The client's handshake ends before the destination verifies its certificate.
+        // The source's handshake ends before the destination verifies the source's certificate.
         let _connected = handshake::client(near_socket, &near, soon());
         accepted.join().unwrap().map(drop)
     })

@@ -71,9 +71,9 @@ pub fn fuzz_connection(bytes: &[u8]) {
     }
 }
 
-/// Sends arbitrary first bytes in two pieces, then closes. After the close the connection must have
-/// ended, within its memory bound. Only a plain lane can arrive, with exactly the opening message
-/// that was sent.
+/// Sends arbitrary first bytes in two pieces, then closes. After the close the acceptor must not
+/// wait for more bytes, and its memory must be within the bound. Only a plain lane can arrive, with
+/// exactly the opening message that was sent.
 fn connect(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();
     far.set_nonblocking(true).expect("the connection is open");

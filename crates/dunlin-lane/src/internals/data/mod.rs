@@ -78,8 +78,8 @@ pub struct Counters {
     pub content_bytes: u64,
     /// Bytes on the connection, including the records' overhead.
     pub wire_bytes: u64,
-    /// The number of data records; zero on a plain lane. Where the kernel opens records, it is the
-    /// minimum.
+    /// The number of data records; zero on a plain lane. If the kernel opens the records, this is
+    /// a lower bound.
     pub records: u64,
     /// Read or write calls on the socket.
     pub calls: u64,

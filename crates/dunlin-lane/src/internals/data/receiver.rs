@@ -657,7 +657,7 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         content.len() - rest.len()
     }
 
-    /// Stores the pieces that hold the first `bytes` bytes in `pages`, and returns the number of
+    /// Stores in `pages` the pieces that the first `bytes` bytes fill, and returns the number of
     /// these pieces; `None` if all pieces together hold fewer bytes.
     fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
         let mut left = bytes;

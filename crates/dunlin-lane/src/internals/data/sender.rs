@@ -518,8 +518,9 @@ impl<'a> Frame<'a> {
         Ok(true)
     }
 
-    /// Makes `memory`, including zero pages, the payload of an empty frame. If the crypto library
-    /// supports it, more than a page is sealed straight from there, without a copy.
+    /// Makes `memory`, including zero pages, the payload of an empty frame. If `memory` is longer
+    /// than a page and the crypto library supports it, the bytes are sealed straight from there,
+    /// without a copy.
     ///
     /// # Errors
     /// [`FrameError::Full`] if `memory` is longer than [`BATCH_BYTES`], or if the frame is not
@@ -552,7 +553,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Returns `pieces` without their first `bytes`.
+/// Returns `pieces` without their first `bytes` bytes.
 fn behind<'s, 'm>(
     pieces: &'s mut [VolatileSlice<'m>],
     mut bytes: usize,

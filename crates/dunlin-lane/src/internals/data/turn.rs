@@ -1,8 +1,9 @@
 //! Lanes on which the side that accepted the connection sends.
 //!
 //! A dialer returns a sender, because the side that dials sends the lane's first message. An
-//! acceptor returns a receiver. If the lane carries frames to the dialer, both ends turn round
-//! before the first frame. TLS has keys for both directions, so nothing is negotiated again.
+//! acceptor returns a receiver. If the lane carries frames to the dialer, the sender becomes a
+//! receiver, and the receiver a sender, before the first frame. TLS has keys for both directions,
+//! so nothing is negotiated again.
 
 use super::{DataReceiver, DataSender, ReceiveError, SendError};
 

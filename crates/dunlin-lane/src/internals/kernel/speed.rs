@@ -18,9 +18,9 @@ const PIECE_BYTES: usize = 16 << 10;
 const RUNS: u32 = 8;
 const LONGEST: Duration = Duration::from_millis(150);
 
-/// Measures how many bytes per second one core seals and opens with the kernel's TLS: sends over
-/// connections to this host, with keys and without, and subtracts the costs. Returns `None` if the
-/// costs do not differ measurably.
+/// Measures how many bytes per second one core seals and opens with the kernel's TLS: sends the
+/// same bytes over two connections to this host, one with keys and one without, and subtracts the
+/// times. Returns `None` if the times do not differ measurably.
 ///
 /// # Errors
 /// [`Refused`].
@@ -40,7 +40,8 @@ pub fn speed(suite: CipherSuite) -> Result<Option<f64>, Refused> {
         try_give(end, direction, key, 0, Version::V1_3)
             .map_err(|error| refused(direction, &error))?;
     }
-    // The fastest run of each, because other load on this host slows down some of the runs.
+    // Use the fastest run without keys and the fastest with keys, because other load on this host
+    // slows down some of the runs.
     let (mut without, mut with) = (Duration::MAX, Duration::MAX);
     let begin = Instant::now();
     for _ in 0..RUNS {

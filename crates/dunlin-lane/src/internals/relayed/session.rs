@@ -101,7 +101,7 @@ impl Session {
     }
 
     /// Opens all whole records in `bytes` and appends their content to `content`. Pass the bytes
-    /// that were not consumed to the next call, followed by more.
+    /// that were not consumed to the next call, followed by the bytes received since.
     ///
     /// # Errors
     /// [`RelayError`]; what this call appended to `content` must not be used.
