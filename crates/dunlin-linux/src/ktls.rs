@@ -211,7 +211,7 @@ pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Re
 /// # Errors
 /// An error from getsockopt(2).
 pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<Installed>> {
-    // Reads the head of the structure only, without the key.
+    // This call reads only the head of the structure, without the key.
     match option::get(socket, libc::SOL_TLS, direction.option()) {
         Ok((head, _)) => {
             let [a, b, c, d] = head;

@@ -26,8 +26,8 @@ use crate::socket::own_user;
 /// `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
-/// The permissions of a socket's file. `None` leaves the kernel's default; for the mode that is
-/// what the umask permits.
+/// The permissions of a socket's file. `None` leaves the kernel's default; the default mode has all
+/// permissions that the umask does not remove.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAccess {
     /// The user ID of the owner.

@@ -28,7 +28,7 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Bytes of a huge page.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// The upper limit of the low region, because the devices of a PC are above it.
+/// The upper limit of the low region. The devices of a PC are above it.
 pub const HOLE_START: u64 = 3 << 30;
 
 /// The start of the high region, above the devices.

@@ -6,7 +6,7 @@ use std::thread;
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Calls `work` on a thread in a new network namespace, which has only a loopback device and ends
-/// with its last thread and socket. This process and its other threads stay in theirs.
+/// with its last thread and socket. The other threads of this process stay in their own namespace.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_ADMIN`, or another error from unshare(2); an error if `work` panics.

@@ -265,7 +265,7 @@ mod tests {
                 .unwrap()
                 .copy_from(&[1_u8]);
         }
-        // Releases half of a huge page, as a balloon does. This splits the huge page.
+        // Release half of a huge page, as a balloon does. This splits the huge page.
         let start = slice.ptr_guard_mut().as_ptr();
         // SAFETY: the range is mapped and private. Its pages read as zeros afterwards, and no
         // reference to their content exists.

@@ -38,7 +38,7 @@ pub fn is_own_address(address: IpAddr) -> bool {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    // Sends no packet; the port has no meaning.
+    // connect(2) on a UDP socket sends no packet, so any port is suitable.
     let connected = UdpSocket::bind((any, 0)).and_then(|socket| {
         socket.connect((address, 9))?;
         socket.local_addr()

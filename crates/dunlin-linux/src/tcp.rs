@@ -252,8 +252,8 @@ mod tests {
         near.write_all(b"y").unwrap();
         near.read_exact(&mut [0]).unwrap();
         far.read_exact(&mut [0]).unwrap();
-        // A restarted server binds the port in this way while connections are still open. This
-        // fails if they lack SO_REUSEADDR.
+        // Bind the port while a connection from it is open, as a restarted server does. This fails
+        // if the connection lacks SO_REUSEADDR.
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();
