@@ -1,5 +1,5 @@
-//! Clients of hand-off names: installs their keys in the kernel and passes their sockets to the
-//! receivers.
+//! Serves clients of hand-off names: installs their keys in the kernel and passes their sockets to
+//! the receivers.
 
 use dunlin_lane::sync::lock;
 use std::io::{self, Write};
@@ -95,7 +95,7 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
         return Err(reject(shared, keyed, refused.into()));
     }
     let chosen = match install(&keyed, &*shared.options.inspector) {
-        // The kernel has neither key, so this process can still send an alert.
+        // The kernel has neither of the two keys, so this process can still send an alert.
         Err(refused @ Refused::Gone) => return Err(reject(shared, keyed, refused.into())),
         chosen => chosen?,
     };
