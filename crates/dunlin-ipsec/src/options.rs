@@ -32,8 +32,8 @@ pub struct Options {
     pub rekey_after: Option<Duration>,
     /// The directory of the records of installed objects.
     pub records: PathBuf,
-    /// How long an ended session waits for the connections on its ports to end. After that
-    /// the ports stay blocked, and a later process frees them.
+    /// How long an ended session waits for the connections on its ports to end. If some remain
+    /// after that time, the ports stay blocked until a later process frees them.
     pub quiet_wait: Duration,
     /// For a server: peers that may connect only from these addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,

@@ -1,5 +1,5 @@
-//! Records on disk of what this host has installed. An object is recorded before it is installed,
-//! so that a later process removes exactly what a dead one left.
+//! The records on disk of the objects that this host has installed. An object is recorded before it
+//! is installed, so that a later process removes exactly what a dead process left.
 //!
 //! Each session has a text file with one line for each object ([`dunlin_proto::ipsec::object`]):
 //!
@@ -86,7 +86,7 @@ impl RecordDirectory {
     }
 
     /// Acquires the lock under which sessions on this host search for free ports and allocate
-    /// them. It is released when the file is dropped.
+    /// them. The lock is released when the returned file is dropped.
     ///
     /// # Errors
     /// Another process holds the lock for longer than `timeout`, or the file cannot be opened.

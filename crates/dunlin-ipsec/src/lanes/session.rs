@@ -135,7 +135,7 @@ pub(super) struct LaneSession {
     /// CPUs that did not get their own SA in time.
     unserved: Mutex<BTreeSet<u32>>,
     last: Mutex<Look>,
-    /// The number of checks that found lanes with another SA than that of their CPU.
+    /// The number of checks that found lanes which used an SA other than that of their CPU.
     strayed: AtomicU64,
 }
 

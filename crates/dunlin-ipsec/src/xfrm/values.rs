@@ -136,7 +136,7 @@ pub struct Counters {
     /// Bytes. For an outbound packet, the kernel counts the bytes after the IP header, before it
     /// adds ESP.
     pub bytes: u64,
-    /// Packets. A packet that is segmented after the SA counts once at the sender.
+    /// Packets. A packet that is segmented after it has passed the SA counts once at the sender.
     pub packets: u64,
     /// Packets with a sequence number that was received before.
     pub replay: u32,
