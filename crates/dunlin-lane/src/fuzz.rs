@@ -1,5 +1,5 @@
 //! Fuzz targets of this crate: the bytes of a connection before and after its peer is
-//! authenticated, certificates, and lists of denied certificates. Compiled for tests and with the
+//! authenticated, certificates, and lists of denied keys. Compiled for tests and with the
 //! feature `fuzzing` only; see [`dunlin_proto::fuzz`] for how to run them.
 
 use dunlin_proto::fuzz::Target;

@@ -319,8 +319,8 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns the allowed peer that selects this peer in settings for single peers, and as few
-    /// others as possible.
+    /// Returns an entry for settings of single peers. It selects this peer, and as few other peers
+    /// as possible.
     pub fn selector(&self) -> Peer {
         match &self.authorised_by {
             AuthorisedBy::Pin(pin) => Peer::Pin(*pin),

@@ -208,8 +208,8 @@ impl Pending {
                     let mut scrap = [0; 4096];
                     match self.stream.read(&mut scrap) {
                         Ok(0) => return Err(HandshakeError::PeerClosed.into()),
-                        // One read per turn, so that a peer that never stops sending does not delay
-                        // the other connections.
+                        // Read only once per turn, so that a peer that never stops sending does not
+                        // delay the other connections.
                         Ok(_) => return Ok(false),
                         Err(error) => return would_block(error),
                     }

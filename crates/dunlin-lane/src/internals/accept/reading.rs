@@ -53,7 +53,7 @@ pub enum RejectReason {
     Io(#[from] io::Error),
 }
 
-/// Reads a handshake record by record and consumes no byte beyond the current record.
+/// Reads the records of a handshake one by one, and consumes no byte beyond the current record.
 #[derive(Default)]
 pub(crate) struct Reading {
     /// The record that is being read or has been read; its consumer clears it.

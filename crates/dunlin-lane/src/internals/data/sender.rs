@@ -541,7 +541,8 @@ impl<'a> Frame<'a> {
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
     /// header has its own record before the payload, unless the payload is at most one page or the
-    /// kernel seals; then it shares the payload's first record. An empty header gets no record.
+    /// kernel seals: in these two cases it shares the payload's first record. An empty header gets
+    /// no record.
     ///
     /// # Errors
     /// [`SendError`]. After [`SendError::HeaderTooLong`] nothing was sent, and the lane can still

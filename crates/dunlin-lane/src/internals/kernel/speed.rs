@@ -14,7 +14,7 @@ const RUN_BYTES: usize = 2 << 20;
 /// One record. It fits into the smallest buffers of a connection, so that one thread can write and
 /// then read it.
 const PIECE_BYTES: usize = 16 << 10;
-/// The number of runs, and the time after which no further run begins.
+/// The maximum number of runs, and the time after which no further run begins.
 const RUNS: u32 = 8;
 const LONGEST: Duration = Duration::from_millis(150);
 
