@@ -103,8 +103,8 @@ pub enum Behind {
     Anonymous,
     /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
     /// that it creates. The kernel may unmap a page and keep it in the file, so every page must be
-    /// marked at registration. That allocates page tables for all of the memory, at most about
-    /// 1/512 of its size.
+    /// marked as write-protected at registration. That allocates page tables for all of the memory,
+    /// at most about 1/512 of its size.
     File,
 }
 
