@@ -128,8 +128,8 @@ pub enum IpsecError {
     CoversControl(u16),
     /// The session would block the control connection of another session.
     #[error(
-        "the ports to protect include port {port} of the control connection of another session \
-         between these hosts (ports {ports}, process {pid}): choose ports without that port"
+        "port {port} is that of the control connection of another session between these hosts (ports \
+         {ports}, process {pid}). The new session would block it: choose ports without {port}"
     )]
     CoversOther {
         /// The port.
