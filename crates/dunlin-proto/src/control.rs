@@ -49,8 +49,8 @@ pub struct Envelope {
     pub session: SessionId,
     /// The number of the control lane within the attempt, as in its *offer*.
     pub epoch: u32,
-    /// Ascends over the messages of a sender in the session; numbers may be left out. A new epoch
-    /// continues the count. A repeated message is not applied again.
+    /// A sender numbers its messages in the session in ascending order, possibly with gaps. A new
+    /// epoch continues the count. A repeated message is not applied again.
     pub sequence: u64,
 }
 

@@ -136,7 +136,7 @@ faults! {
         "Use TLS lanes, or allow plain lanes or set up IPsec on both sides.";
     /// One side does not accept the other side's certificate.
     Unauthorised = 4, "unauthorised", Configuration,
-        "Give both hosts certificates from the same authority, and authorise the peer's name on the other side; replace a revoked or denied certificate.";
+        "Give both hosts certificates from the same authority, and authorise the name of each host on the other; replace a revoked or denied certificate.";
     /// The destination cannot build the VM that was described.
     DescriptionRefused = 5, "description-refused", Configuration,
         "Compare the VM's configuration with what the destination's VMM and CPU offer.";

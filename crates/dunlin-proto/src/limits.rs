@@ -139,7 +139,7 @@ pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 /// ended before the VM ran here: one for each of the peer's VMs. The peer may still ask about
 /// these sessions.
 ///
-/// The limit suffices, because a host does not migrate as many VMs at the same time. Each file
+/// The limit suffices, because a host does not migrate that many VMs at the same time. Each file
 /// takes 12 KiB.
 pub const MAX_RECORDS_OF_A_PEER: usize = 256;
 

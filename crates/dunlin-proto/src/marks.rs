@@ -31,11 +31,11 @@ struct Progress {
     marked: bool,
 }
 
-/// A mark that is out of order, or on a lane that is not open. The peer is at fault.
+/// A mark out of order, or a frame on a lane that is not open. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MarkError {
     /// A mark that does not follow the lane's last mark.
-    #[error("lane {lane} carried the mark of iteration {found}, expected {expected}")]
+    #[error("lane {lane} carried the mark of iteration {found} instead of {expected}")]
     OutOfOrder {
         /// The lane.
         lane: u16,
@@ -44,8 +44,8 @@ pub enum MarkError {
         /// The expected iteration.
         expected: u32,
     },
-    /// A mark on a lane that is not open.
-    #[error("lane {lane} is not open")]
+    /// A frame on a lane that is not open.
+    #[error("a frame arrived on lane {lane}, which is not open")]
     NotOpen {
         /// The lane.
         lane: u16,

@@ -121,8 +121,8 @@ impl Precopy {
     ///
     /// The bandwidth of the last iteration is not exactly that of the switchover. On a capped link
     /// with both hosts busy, one transfer in four took longer than predicted, up to 1.27 times as
-    /// long (30 migrations, `namespaces.rs` among the command's tests). The estimate adds a
-    /// quarter, so that the downtime rarely exceeds its limit.
+    /// long (30 migrations in the test `namespaces.rs` of dunlin-cli). The estimate adds a quarter,
+    /// so that the downtime rarely exceeds its limit.
     #[must_use]
     pub fn predict_ns(pass: &Pass) -> u64 {
         let transfer =

@@ -108,7 +108,7 @@ impl Sessions {
     /// Gives the VM with this UUID to the session of `slot`.
     ///
     /// # Errors
-    /// Another session has the VM: the slot of that session. Nothing has changed.
+    /// Another session has the VM. Nothing has changed; the error is the slot of that session.
     pub fn describe(&mut self, slot: u64, vm: [u8; 16]) -> Result<(), u64> {
         let has = |session: &Option<Session>| session.as_ref().is_some_and(|s| s.vm == Some(vm));
         let mut others = self.slots.iter().filter(|(one, _)| **one != slot);

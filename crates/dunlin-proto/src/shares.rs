@@ -2,9 +2,9 @@
 //!
 //! Each lane asks for the bytes of its next chunk and waits until they are granted. Requests of one
 //! session are granted in order. Among sessions, the one that has got the least comes first
-//! (start-time fair queueing: Goyal, Vin and Cheng, 1996), so each session that always has a request
-//! gets an equal share, and what one does not use the others get. A session that was idle gets
-//! nothing for the time before.
+//! (start-time fair queueing: Goyal, Vin and Cheng, 1996), so the sessions that always have a
+//! request get equal shares, and also what the other sessions do not use. An idle session does not
+//! save up a share for later.
 //!
 //! Getter: [`Shares::first`]. Commands: [`Shares::request`], [`Shares::claim`], [`Shares::abandon`].
 //! The caller supplies the current time. After each grant and each abandoned request, it wakes the
@@ -20,7 +20,7 @@ pub struct Shares {
     bytes_per_s: u64,
     /// When the next request may be granted.
     free_at_ns: u64,
-    /// The start of the request that was granted last, in bytes.
+    /// The start tag of the request that was granted last, in bytes.
     virtual_now: u64,
     sessions: BTreeMap<u64, Session>,
     next_ticket: u64,
@@ -28,7 +28,8 @@ pub struct Shares {
 
 #[derive(Clone, Debug, Default)]
 struct Session {
-    /// The start of the first waiting request, in bytes. If no request waits, the end of the last.
+    /// The start tag of the first waiting request, in bytes. If no request waits, the finish tag of
+    /// the last request.
     start: u64,
     waiting: VecDeque<Request>,
 }
@@ -44,7 +45,7 @@ struct Request {
 pub enum Claim {
     /// The bytes may be read now.
     Granted,
-    /// The request is the first, and is granted at this time.
+    /// The request is the first, and can be granted at this time.
     At(u64),
     /// Another request is before this one.
     Later,
@@ -120,7 +121,7 @@ impl Shares {
         self.forget();
     }
 
-    /// Forgets sessions without requests that are not ahead of the others.
+    /// Forgets each session that has no request and is not ahead of the others.
     fn forget(&mut self) {
         let now = self.virtual_now;
         self.sessions
@@ -137,8 +138,8 @@ mod tests {
 
     const SECOND_NS: u64 = 1_000_000_000;
 
-    /// Lanes of sessions, each of which asks again as soon as its request is granted. Session `n`
-    /// asks for `sizes[n]` bytes at a time and leaves pauses of `pauses_ns[n]` between its requests.
+    /// One lane for each session. The lane of session `n` asks for `sizes[n]` bytes at a time, and
+    /// asks again `pauses_ns[n]` after each grant.
     struct Lanes {
         shares: Shares,
         sizes: Vec<u64>,
@@ -171,7 +172,7 @@ mod tests {
                             next = Some(now);
                         }
                         Claim::At(at) => {
-                            // A request waits no longer than the bytes before it take.
+                            // A request waits at most as long as the bytes before it take to send.
                             let longest = self.sizes.iter().max().copied().unwrap_or(0);
                             let most = longest * SECOND_NS / self.shares.bytes_per_s;
                             wasted_ns += (at - now).saturating_sub(most);
@@ -240,7 +241,7 @@ mod tests {
                 now = at;
             }
         }
-        // Then both ask, and take turns.
+        // Then both sessions ask, and take turns.
         let mut tickets = Vec::new();
         for _ in 0..8 {
             tickets.extend([0, 1].map(|session| (shares.request(session, BYTES), session)));

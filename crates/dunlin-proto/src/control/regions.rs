@@ -13,7 +13,7 @@ use crate::wire::{
 /// Bytes of a region on the wire, without its name.
 const REGION_BYTES: usize = 30;
 
-/// The bits of flags that a receiver ignores if it does not support them. A receiver rejects a
+/// The mask of the flags that a receiver ignores if it does not support them. A receiver rejects a
 /// region with any other unknown flag.
 const IGNORABLE_FLAGS: u32 = 0x0000_ffff;
 
@@ -123,7 +123,7 @@ pub enum RegionError {
         /// The identifier.
         id: u16,
     },
-    /// The length is not a positive multiple of the page size within the limit.
+    /// The length is zero, not a multiple of the page size, or over the limit.
     #[error(
         "region {id} has invalid length {length} (must be a positive multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
     )]

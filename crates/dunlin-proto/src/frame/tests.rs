@@ -134,7 +134,7 @@ fn i7_an_invalid_range_is_rejected() {
 #[test]
 fn i7_the_payloads_of_the_ranges_add_up_to_the_chunks() {
     // A wrong payload length in the header (8192 bytes are correct), and where the error is
-    // detected: at the first range that exceeds it, or after the last range.
+    // detected: at the first range that exceeds the length, or after the last range.
     for (payload_bytes, at) in [
         (0_u32, 0),
         (4096, RANGE_BYTES),

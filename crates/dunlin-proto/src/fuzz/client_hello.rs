@@ -19,7 +19,7 @@ pub fn fuzz_client_hello(bytes: &[u8]) {
         let pieces = look(&pieces);
         match (&whole, &pieces) {
             // The minimums include the headers of the records, so they differ with the size of the
-            // records. An error may also be another one.
+            // records. The two errors may differ too.
             (Ok(Look::Needs(_)), Ok(Look::Needs(_))) | (Err(_), Err(_)) => {}
             _ => assert_eq!(whole, pieces),
         }

@@ -275,7 +275,7 @@ pub fn fuzz_data_frame(bytes: &[u8]) {
 }
 
 /// Reads extension fields with tags 1 to 3. Checks that the tags ascend, that the values lie within
-/// the input, and that the written fields have the length of the input.
+/// the input, and that the fields, written again, have the length of the input.
 pub fn fuzz_extension_fields(bytes: &[u8]) {
     let mut taken = Vec::new();
     let mut skipped = 0;

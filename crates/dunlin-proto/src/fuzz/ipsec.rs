@@ -78,7 +78,7 @@ pub fn fuzz_ipsec_session(bytes: &[u8]) {
     while choices.more() {
         rig.step(mode, &mut choices);
         rig.settle();
-        // SAs of two epochs may be installed while the caller has yet to remove the retired SAs.
+        // SAs of two epochs may be installed until the caller has removed the retired SAs.
         assert!(rig.inbound.len() <= 2 * usize::from(SAS));
         assert!(rig.outbound.len() <= usize::from(MAX_SAS));
         if rig.over {

@@ -78,9 +78,8 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
 }
 
 /// Compares marks with a model of each lane's progress. No lane passes a mark that a live lane has
-/// yet to reach (I4). A lane's first mark may have any number; each later mark is the next one.
-/// Once the lanes may pass a mark, they may pass it from then on, unless a new lane starts before
-/// that mark.
+/// yet to reach (I4). A lane's first mark may have any number; each later mark is the next one. A
+/// mark that the lanes may pass stays passable, unless a new lane's first mark is lower.
 pub fn fuzz_marks(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut marks = Marks::default();

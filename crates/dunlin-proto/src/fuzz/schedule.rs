@@ -132,7 +132,7 @@ pub fn fuzz_schedule(bytes: &[u8]) {
             }
             9 => {
                 let known = schedule.acknowledge(choices.number(), choices.number());
-                // Without a chunk, an acknowledgement fails or confirms no page.
+                // Before the first chunk is formed, an acknowledgement fails or confirms no page.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
                 // This acknowledgement does not update the model, so the run stops.
                 if known.is_ok_and(|pages| pages > 0) {

@@ -116,7 +116,7 @@ pub struct Policy {
 impl Policy {
     /// Whether the policies of two sessions protect some of the same ports. Packets from ports of
     /// one session to ports of the other session do not count, because they always match policies
-    /// of both sessions, and either session seals or blocks them.
+    /// of both sessions, and each of these policies seals or blocks them.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
@@ -482,7 +482,7 @@ mod tests {
             let words: Vec<&str> = line.split(' ').collect();
             let kept = words.len().saturating_sub(cut);
             let cut = words[..kept].join(" ");
-            // The line of an SA is still valid without its UDP ports.
+            // A line of an SA that is cut before its UDP ports is a valid line of another SA.
             if let Ok(other) = cut.parse::<Object>() {
                 prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
             }

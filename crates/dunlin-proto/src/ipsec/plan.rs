@@ -25,7 +25,7 @@
 //! are removed, then the outbound SAs, then the inbound ones. The remaining policies block the
 //! ports. They are removed last, and only when *no connection of the ports is left on this host*: a
 //! connection with unacknowledged bytes would retransmit them in the clear. If there are such
-//! connections, the policies stay until their owners have closed them or TCP has timed them out.
+//! connections, the policies stay until each connection is closed by its owner or timed out by TCP.
 //!
 //! Either side may be killed between any two of these steps. The objects that are left then still
 //! block or protect the ports. The next process removes them in the same order.
@@ -319,7 +319,8 @@ impl SessionParameters {
     }
 
     /// Two connections of a session have the same request id only if more than 65,000 other SAs
-    /// were requested between theirs. If both connections still exist, the newer SA carries both.
+    /// were requested in between. If both connections still exist, the newer SA carries the traffic
+    /// of both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {

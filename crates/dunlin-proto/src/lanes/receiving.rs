@@ -49,7 +49,7 @@ pub enum CourseError {
         expected: u32,
     },
     /// The count in *end* is wrong.
-    #[error("lane {lane} ended with chunk count {counted}, but carried {carried}")]
+    #[error("the end of lane {lane} announces {counted} chunks, but {carried} arrived")]
     Count {
         /// The lane.
         lane: u16,
@@ -64,7 +64,7 @@ pub enum CourseError {
 /// source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "chunk count {chunks} and page count {pages} do not match the source's {counted_chunks} and {counted_pages}"
+    "{chunks} chunks with {pages} pages arrived, but the source announced {counted_chunks} chunks with {counted_pages} pages"
 )]
 pub struct Incomplete {
     /// Chunks that arrived.
@@ -154,7 +154,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// Checks that a chunk may be written after its header has arrived on `lane`.
+    /// Checks, when the header of a chunk has arrived on `lane`, that the chunk may be written.
     ///
     /// # Errors
     /// The chunk must not be written, and the caller closes the lane.

@@ -236,7 +236,7 @@ impl Sending {
 
     /// Records that the destination refused lane `number`, so the lane carried nothing. Returns
     /// whether the lane was still opening. If not, the lane has failed in the meantime, and the
-    /// destination may have refused it because its connection arrived after the fence.
+    /// destination may have refused the lane because its connection arrived after the fence.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -413,8 +413,8 @@ impl Sending {
             && self.schedule.in_flight_pages() == 0
     }
 
-    /// The number of lanes wanted now. In the last iteration this is one lane if pages are pending
-    /// and no lane is up, and none otherwise.
+    /// The number of lanes wanted now. In the last iteration, it is one if pages are pending and no
+    /// lane is up, and otherwise none. Before, it is the number that the caller set.
     fn wanted_now(&self) -> u16 {
         if !self.schedule.finishing() {
             return self.wanted;

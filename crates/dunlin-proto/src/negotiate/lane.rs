@@ -91,7 +91,7 @@ impl LaneOpen {
             if LaneDirection::is_named_in(self.version) {
                 DIRECTION.encode("lane direction", &self.direction, writer)?;
             } else if self.direction != LaneDirection::FromDialer {
-                return Err(invalid("lane direction", "version 1 has no such lane"));
+                return Err(invalid("lane direction", "in version 1 the dialer sends"));
             }
             writer.bytes(&self.mac);
             Ok(())
@@ -100,7 +100,7 @@ impl LaneOpen {
 
     /// The input of the lane's proof: a domain separator of 16 bytes, the session, the lane's
     /// number, and from version 2 on the direction as on the wire. Inputs of version 1 are shorter
-    /// than those of later versions, so a proof holds for one of them only.
+    /// than those of later versions, so no proof is valid both in version 1 and in a later version.
     #[must_use]
     pub fn mac_input(&self) -> Vec<u8> {
         let mut input = LANE_MAC_DOMAIN.to_vec();

@@ -9,7 +9,7 @@ use crate::fault::FaultCode;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PeerFault {
     /// The peer names a channel that neither side has opened.
-    #[error("channel {channel} was never opened")]
+    #[error("the peer named channel {channel}, which was never opened")]
     UnknownChannel {
         /// The channel.
         channel: u32,
@@ -31,7 +31,7 @@ pub enum PeerFault {
         earlier: u32,
     },
     /// The peer has more refused or unconfirmed channels than the limits allow.
-    #[error("too many unconfirmed channels")]
+    #[error("the peer has too many refused or unconfirmed channels")]
     TooManyChannels,
     /// The peer sends bytes beyond the granted limit (I8).
     #[error("channel {channel} sent up to byte {end}, over its limit {limit}")]

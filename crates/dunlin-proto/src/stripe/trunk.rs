@@ -142,9 +142,9 @@ pub struct Trunk<T> {
     peer_drains: bool,
     /// When the trunk ends at the latest, because the other side has opened no lanes.
     ends_by_ns: Option<u64>,
-    /// The highest lane of this side that the other side has refused or failed to open.
+    /// The highest number of a lane of this side that the other side has refused or failed to open.
     last_refused: u16,
-    /// The highest lane of the other side that it has reported as failed.
+    /// The highest number of a lane that the other side has reported as failed.
     last_failed: u16,
     actions: VecDeque<Action>,
 }
@@ -269,9 +269,8 @@ impl<T: Clone> Trunk<T> {
         self.draining = true;
     }
 
-    /// Aborts a channel that failed on this side. The caller closes the channel's connection. The
-    /// other side receives the code unless *open* was not sent, and all bytes that wait are
-    /// dropped.
+    /// Aborts a channel that failed on this side. The caller closes the channel's connection. All
+    /// bytes that wait are dropped. The other side receives the code, unless *open* was not sent.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;

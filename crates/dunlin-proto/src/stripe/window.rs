@@ -35,8 +35,8 @@ impl Meter {
         self.current = self.current.saturating_add(bytes);
     }
 
-    /// About the bytes delivered in the last `span_ns`, plus a quarter so that the window can grow.
-    /// Callers use it immediately after [`Meter::add`].
+    /// Approximately the bytes delivered in the last `span_ns`, plus a quarter so that the window
+    /// can grow. Callers use it immediately after [`Meter::add`].
     pub(super) fn window(&self, span_ns: u64, now_ns: u64) -> u64 {
         let elapsed = now_ns.saturating_sub(self.began_ns).min(span_ns);
         let rest = u128::from(self.before) * u128::from(span_ns - elapsed);

@@ -1,5 +1,5 @@
 //! The vectors of migrations in docs/wire/: each decodes to the expected value and encodes to the
-//! same bytes, and every message has one.
+//! same bytes. There is one vector for every message.
 
 #![allow(clippy::unwrap_used)]
 

@@ -44,7 +44,7 @@ fn end(words: &str) -> usize {
     let mut at = 0;
     for row in table(words) {
         let (Ok(offset), Ok(bytes)) = (row[0].parse::<usize>(), row[1].parse::<usize>()) else {
-            // The first variable-width field still has an offset.
+            // The first variable-width field has an offset too.
             if let Ok(offset) = row[0].parse::<usize>() {
                 assert_eq!(offset, at, "{words}: {row:?}");
             }

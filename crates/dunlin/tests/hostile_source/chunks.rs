@@ -123,12 +123,12 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
         ),
         (
             "more chunks than came",
-            "chunk count 5, but carried 1",
+            "announces 5 chunks, but 1 arrived",
             vec![zero_chunk(0, 0, 0), end(5)],
         ),
         (
             "fewer chunks than came",
-            "chunk count 0, but carried 1",
+            "announces 0 chunks, but 1 arrived",
             vec![zero_chunk(0, 0, 0), end(0)],
         ),
         (

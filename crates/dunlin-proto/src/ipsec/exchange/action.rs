@@ -40,7 +40,8 @@ pub enum Action {
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether the senders of these SAs have ended. Otherwise the senders use other SAs now.
+        /// Whether the senders of these SAs have ended. Otherwise the senders already use other
+        /// SAs.
         over: bool,
     },
     /// Removes these SAs after a delay, because packets of the peer may be in flight.

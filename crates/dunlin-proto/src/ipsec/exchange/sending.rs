@@ -197,7 +197,8 @@ impl Sending {
     }
 
     /// Removes and returns the requests for which the peer has room besides `held` SAs. Drops
-    /// requests of senders that already have an SA, and keeps the others.
+    /// requests of senders that already have an SA, and keeps the requests for which there is no
+    /// room.
     fn chosen(&mut self, held: usize) -> Vec<Sender> {
         let room = self.limit.saturating_sub(held);
         let live: BTreeSet<Sender> = self.live.iter().map(|grant| grant.slot.sender).collect();

@@ -117,7 +117,7 @@ impl Layout for Terms {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         let terms = self;
         if terms.own.is_ipv4() != terms.other.is_ipv4() {
-            return Err(invalid("address", "both must have the same family"));
+            return Err(invalid("address", "both must be IPv4, or both IPv6"));
         }
         MODE.encode("mode", &terms.mode, writer)?;
         writer.u8(if terms.own.is_ipv4() { 4 } else { 6 });

@@ -13,8 +13,8 @@ pub struct Adoption {
     /// Policies to remove immediately after [`Adoption::begin`], because the heir's own policies
     /// cover all of their packets.
     pub then: Vec<Policy>,
-    /// Policies that block ports of the heir and also other ports. They are removed like
-    /// [`Adoption::when_quiet`], and the heir can start only if no connection uses these ports.
+    /// Policies that block ports of the heir and also other ports. The heir can start only if no
+    /// connection uses any of these ports; the policies are then removed.
     pub in_the_way: Vec<Policy>,
     /// Policies for ports outside the heir's range, to remove when no connection on these ports is
     /// left.

@@ -34,7 +34,7 @@ fn actions(lanes: &mut Lanes, now_ns: u64) -> Vec<Action> {
     std::iter::from_fn(|| lanes.poll(false, now_ns)).collect()
 }
 
-/// States of lane 1 when the event occurs, at time 0.
+/// The states of lane 1 before each event. Lane 1 reaches them at time 0.
 const STATES: [&str; 10] = [
     "never opened",
     "Opening",

@@ -106,7 +106,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Requests the lanes again that have not come, because messages may be lost.
+    /// Repeats the request for each lane that has not come, because messages may be lost.
     pub(super) fn ask_again(&mut self) {
         if self.asks() {
             self.agenda.wants = self.lanes.opening().collect();

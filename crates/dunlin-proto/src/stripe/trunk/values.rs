@@ -26,8 +26,8 @@ pub struct Config {
     /// Channels that may be live at the same time, counting those of both sides; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
-    /// Limit for the bytes of all channels that wait on this side for consumers, and again for the
-    /// bytes that wait for acknowledgement; at least `channels` times
+    /// Limit for the bytes of all channels that wait on this side for consumers. The bytes that
+    /// wait for acknowledgement have a limit of the same size. At least `channels` times
     /// [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
     pub bytes: u64,
     /// Lanes on which this side sends, at least 1.
@@ -90,8 +90,8 @@ pub enum OpenError {
     Name,
 }
 
-/// What the caller does next. `channel` names one channel of the trunk. When a lane's thread later
-/// reports about it, the channel may no longer exist.
+/// What the caller does next. `channel` names a channel of the trunk. It may no longer exist when a
+/// lane's thread reports about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Connects the route's target, if the peer may use it, and calls [`super::Trunk::connected`]

@@ -149,7 +149,7 @@ fn i7_i8_requested_lanes_are_limited_and_a_number_is_opened_once() {
     assert_eq!(asks(&mut side, 1), None);
     assert!(!side.opened_for(1));
     assert_eq!(asks(&mut side, 4), Some(Action::OpenLaneFor(4)));
-    // An open lane still counts, until it is over.
+    // An open lane counts against the limit until it is over.
     assert!(side.opened_for(4));
     assert!(!side.opened_for(4), "opened twice");
     assert_eq!(asks(&mut side, 5), None);
