@@ -54,7 +54,7 @@ pub(crate) struct Marks {
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
     /// For each page: the iteration of the attempt in which the page was last put into a chunk, and
-    /// how often the dirty log had been read by then.
+    /// how many times the dirty log had been read by then.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 
@@ -207,7 +207,7 @@ impl World<'_> {
             _ => Some(usize::MAX),
         };
         if let Some(page) = differs {
-            self.violate("I3", format!("page {page} differs at ready"));
+            self.violate("I3", format!("page {page} differs when *ready* is sent"));
         }
     }
 
@@ -267,7 +267,8 @@ impl World<'_> {
         let lives = session.is_some_and(|session| {
             session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
         });
-        // If the VM has died since then, the report was still true when it was sent.
+        // A VM that ran at the destination and has died there is allowed, because the report that
+        // it ran was true when it was sent.
         let died = self.destination.died == Some(number);
         if machine == Source::Released && !lives && !died && !self.given_up() {
             let text = "the copy at the source is destroyed, and no other copy lives".into();
@@ -306,7 +307,7 @@ impl World<'_> {
         } else if let Some(running) = lives {
             if running == self.plan.paused {
                 let text =
-                    "the guest does not arrive as its owner left it: paused or running".into();
+                    "the guest arrives running, but its owner paused it, or the reverse".into();
                 self.violate("I2", text);
             }
             self.ends.push(if self.marks.doubted {

@@ -32,8 +32,8 @@ pub(crate) struct DestinationHost {
     /// Packets that the readers of control lanes have read and the main thread
     /// has not processed.
     inboxes: BTreeMap<usize, VecDeque<Packet>>,
-    /// Control lanes on which only an offer has arrived, for an attempt without a session: attempt
-    /// and epoch.
+    /// Control lanes on which only an offer has arrived, for an attempt without a session. The
+    /// values are the attempt and the epoch.
     pending: BTreeMap<usize, (u32, u32)>,
     /// Data lanes to be admitted: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,
@@ -71,8 +71,8 @@ impl Default for DestinationHost {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) pages: Vec<u32>,
-    /// For each page: how often the dirty log had been read when the chunk with the page's present
-    /// content was built.
+    /// For each page: how many times the dirty log had been read when the chunk with the page's
+    /// present content was built.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
     /// Whether the destination has the VM. This is true once *running* is recorded.
@@ -220,8 +220,8 @@ impl World<'_> {
         true
     }
 
-    /// Processes a cancellation, or one of the inputs that have arrived, chosen at random. Without
-    /// either, it checks the deadlines.
+    /// Processes a cancellation, or one of the inputs that have arrived, chosen at random. If there
+    /// is nothing to process, checks the deadlines.
     fn take_input(&mut self) {
         let host = &mut self.destination;
         if host.cancelled {

@@ -20,8 +20,8 @@ impl World<'_> {
         }
     }
 
-    /// Injects the fault. Returns whether it had an effect; a fault that has its effect later is
-    /// counted then.
+    /// Injects the fault. Returns whether it had an effect. A fault with a later effect is counted
+    /// when the effect occurs.
     fn strikes(&mut self, fault: Fault) -> bool {
         let until_ns = self.now_ns + fault.for_ns;
         match fault.kind {
@@ -119,7 +119,7 @@ impl World<'_> {
             return false;
         }
         let lane = self.random.pick(&lanes);
-        self.say(|| format!("struck is connection #{lane}"));
+        self.say(|| format!("the fault strikes connection #{lane}"));
         strike(self, lane);
         true
     }
@@ -129,7 +129,7 @@ impl World<'_> {
         let Some(control) = attempt.and_then(|attempt| attempt.link.connection()) else {
             return false;
         };
-        self.say(|| format!("struck is connection #{control}"));
+        self.say(|| format!("the fault strikes connection #{control}"));
         strike(self, control);
         true
     }

@@ -5,10 +5,10 @@ use crate::random::Random;
 /// The copy of the VM at the source.
 #[derive(Clone, Debug)]
 pub(crate) struct Guest {
-    /// How often each page was written.
+    /// How many times each page was written.
     pub(crate) pages: Vec<u32>,
     dirty: Vec<u64>,
-    /// How often the dirty log was read.
+    /// How many times the dirty log was read.
     pub(crate) readings: u32,
     pub(crate) running: bool,
     /// Whether the guest's owner had paused it.

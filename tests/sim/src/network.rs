@@ -46,7 +46,7 @@ pub(crate) enum Packet {
     Chunk {
         number: u64,
         iteration: u32,
-        /// How often the dirty log had been read when the chunk was built.
+        /// How many times the dirty log had been read when the chunk was built.
         readings: u32,
         pages: Vec<(u32, u32)>,
     },
@@ -229,7 +229,8 @@ impl World<'_> {
                 *at_ns = NEVER;
             }
         }
-        // On a data lane this takes longer than the source takes to find that the lane stalls.
+        // The ends of a data lane detect this only after the source has detected that the lane
+        // stalls.
         let periods = match self.connections[id].kind {
             Kind::Control => 1,
             Kind::Lane(_) => 3,

@@ -4,7 +4,7 @@ use crate::check::Violation;
 use crate::plan::{MS, Plan};
 use crate::run;
 
-/// After this number of runs, the next smaller plan ends the minimisation.
+/// After this number of runs, the minimisation ends with the next smaller plan that it finds.
 const TRIES: usize = 2000;
 /// The number of other seeds with which a plan is tried after one of its faults was removed. The
 /// removal changes all later random events, so the violation may occur only with another seed.

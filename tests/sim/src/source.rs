@@ -89,11 +89,11 @@ pub(crate) struct Attempt {
 struct Passes {
     precopy: Precopy,
     began_ns: u64,
-    /// When the newest pass started; `None` before memory is sent.
+    /// When the newest iteration started; `None` before memory is sent.
     pass_ns: Option<u64>,
     acked_pages: u64,
     throttle: u8,
-    /// Whether the next pass has been decided but has not started.
+    /// Whether the next iteration has been decided but has not started.
     begins: bool,
 }
 

@@ -32,7 +32,7 @@ fn i1_i2_i3_i4_i5_every_planted_mistake_is_found() {
         let without = run(&plan);
         assert!(
             without.is_ok(),
-            "{mistake:?} is not what was found: {without:?}"
+            "the run also fails without {mistake:?}: {without:?}"
         );
     }
     assert!(missed.is_empty(), "not found: {missed:?}");
@@ -57,7 +57,7 @@ fn i8_every_planted_mistake_of_the_tunnel_is_found() {
         let without = stripe::run(&stripe::Plan::new(seed));
         assert!(
             without.is_ok(),
-            "{mistake:?} is not what was found: {without:?}"
+            "the run also fails without {mistake:?}: {without:?}"
         );
     }
     assert!(missed.is_empty(), "not found: {missed:?}");

@@ -92,7 +92,7 @@ impl World<'_> {
                     On::RecordFailed
                 }
             }
-            // With `VmmFails`, one of the three operations fails; the seed selects which.
+            // With `VmmFails`, loading, acquiring or resuming fails; the seed selects which.
             Doing::Loads if self.vmm_fails(0) => On::Failed,
             Doing::Acquires if self.vmm_fails(1) => On::Failed,
             Doing::Resumes if self.vmm_fails(2) => {

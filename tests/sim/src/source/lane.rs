@@ -34,7 +34,7 @@ enum Does {
 }
 
 impl Lane {
-    /// The pages of its chunk.
+    /// The pages of the lane's current chunk.
     fn pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.plan.ranges.iter().flat_map(|range| {
             let first = range.run.first as u32;
@@ -273,7 +273,7 @@ impl World<'_> {
         let added: Vec<u32> = lane.pages().skip(before).collect();
         self.check_cut(iteration, readings, &added);
         if readings != at_cut {
-            let text = format!("a chunk of lane {number} takes in pages after the log was read");
+            let text = format!("a chunk of lane {number} gets pages after the dirty log was read");
             self.violate("I4", text);
         }
     }

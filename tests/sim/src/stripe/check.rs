@@ -50,7 +50,7 @@ impl World<'_> {
             if !over && (!far.open || (far.written < said && far.room() > 0)) {
                 let written = far.written;
                 let text = format!(
-                    "channel {index} is connected although channel {earlier} has {written} of {said} bytes"
+                    "channel {index} is connected after only {written} of {said} bytes of channel {earlier}"
                 );
                 return self.broken("order", text);
             }

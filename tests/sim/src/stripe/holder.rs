@@ -70,7 +70,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether this side of the channel stalls, that is, still receives nothing.
+    /// Whether this side of the channel still stalls, so that it receives nothing.
     pub(super) fn stalls(&self, index: usize, side: usize) -> bool {
         let stalls = |socket: &Socket| socket.talk.stalls;
         stalls(&self.channels[index].sockets[side])

@@ -62,8 +62,7 @@ pub struct Talk {
     pub bite: u64,
     /// The time between two reads.
     pub bite_ns: u64,
-    /// Whether this side receives nothing until every channel has ended of which neither side
-    /// stalls.
+    /// Whether this side receives nothing until all channels without a stalling side have ended.
     pub stalls: bool,
 }
 
