@@ -29,14 +29,14 @@ pub use world::World;
 /// Limits on the failures, cancellations and inquiries in one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Budget {
-    /// How often the source's process may die.
+    /// How many times the source's process may die.
     pub source_crashes: u8,
-    /// How often the destination's process may die.
+    /// How many times the destination's process may die.
     pub destination_crashes: u8,
-    /// How many failures may occur: of a record, a pause, a load, an acquisition or a resumption,
-    /// of a side for another reason, or the loss of the destination's journal with its disk.
+    /// How many failures may occur: a failed record, pause, load, acquisition or resumption,
+    /// another failure of a side, or the loss of the destination's journal with its disk.
     pub faults: u8,
-    /// How often an operator may cancel.
+    /// How many times an operator may cancel.
     pub cancellations: u8,
     /// How many stray answers about another attempt may arrive.
     pub strays: u8,

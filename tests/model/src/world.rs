@@ -191,13 +191,13 @@ impl World {
         }
     }
 
-    /// The source's machine, if its process is alive and idle.
+    /// The state of the source, if its process is alive and idle.
     #[must_use]
     pub fn idle_source(&self) -> Option<Source> {
         self.source.process.as_ref().and_then(Process::idle)
     }
 
-    /// The destination's machine, if its process is alive and idle.
+    /// The state of the destination, if its process is alive and idle.
     #[must_use]
     pub fn idle_destination(&self) -> Option<Destination> {
         self.destination.process.as_ref().and_then(Process::idle)
