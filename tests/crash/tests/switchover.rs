@@ -19,8 +19,8 @@ use support::{Case, Credentials, Ending, Signal, Victim, run};
 /// The number of concurrent runs. It may exceed the number of CPUs, because a run mostly waits for
 /// limits to expire.
 const AT_A_TIME: usize = 6;
-/// How often a run is tried before it fails. On a busy machine, a limit of the peer can expire
-/// before the run reaches its step.
+/// The number of times that a run is tried before it counts as failed. On a busy host, a limit of
+/// the peer can expire before the run reaches its step.
 const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];

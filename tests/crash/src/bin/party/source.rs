@@ -17,7 +17,7 @@ use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
 /// The doubt limit of the last inquiry of a run. The destination always answers this inquiry, so
-/// the limit only allows for a busy machine.
+/// the limit only allows for a busy host.
 const ANSWERED: Duration = Duration::from_secs(30);
 
 /// Limits short enough for a test.
