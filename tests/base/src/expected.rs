@@ -1,7 +1,7 @@
 //! The table of verdicts that `dunlin doctor` must reach, `tests/kernel/doctor/expected.txt`.
 
 const TABLE: &str = include_str!("../../kernel/doctor/expected.txt");
-/// The column for kernels that have no other.
+/// The column for kernels without a column of their own.
 const OTHERS: &str = "*";
 
 /// What a check must find.
@@ -9,13 +9,13 @@ const OTHERS: &str = "*";
 pub struct Expected {
     /// The check.
     pub check: &'static str,
-    /// Its state; `None` if it is not compared.
+    /// The check's state; `None` if it is not compared.
     pub state: Option<&'static str>,
-    /// Its value; `None` if it is not compared.
+    /// The check's value; `None` if it is not compared.
     pub value: Option<&'static str>,
 }
 
-/// The column of the kernel with this release, or of all others if none is named for it.
+/// The column of the kernel with this release, or the column `*` if the kernel has none of its own.
 ///
 /// # Panics
 /// The table is malformed.

@@ -8,7 +8,7 @@ use crate::need::or_skip;
 /// their rates.
 ///
 /// # Panics
-/// The machine has no KVM, and the environment has `CI=true`.
+/// The host has no KVM, and the environment has `CI=true`.
 pub fn kvm() -> Option<MutexGuard<'static, ()>> {
     static TURN: Mutex<()> = Mutex::new(());
     or_skip("/dev/kvm", File::open("/dev/kvm"))?;

@@ -8,8 +8,7 @@ use std::process::Command;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Maker {
     id: u32,
-    /// The start time, in clock ticks since the machine started (proc_pid_stat(5), field
-    /// 22).
+    /// The start time, in clock ticks since the host booted (proc_pid_stat(5), field 22).
     started: u64,
 }
 

@@ -12,7 +12,7 @@ use crate::maker::Maker;
 /// The file in a directory that names the child process to be killed when a later process removes
 /// the directory.
 const PROCESS: &str = "process";
-/// A directory that is a tmpfs on most machines.
+/// A directory that is a tmpfs on most hosts.
 const MEMORY: &str = "/dev/shm";
 
 /// An empty directory, removed on drop.
