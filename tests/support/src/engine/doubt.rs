@@ -198,7 +198,7 @@ pub fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, us
 /// A function that is called at each event.
 pub type At<E> = Box<dyn Fn(&E) + Send + Sync>;
 
-/// Returns the journal for each arriving VM in turn.
+/// Returns the journal for the next VM that arrives.
 pub type Journals = Box<dyn Fn() -> Journal + Send>;
 
 /// A host that receives VMs until one has arrived, and answers inquiries during that time.

@@ -37,7 +37,7 @@ use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 /// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// A function that is called with the names of steps of the VM.
+/// A function that is called with the name of each of the VM's steps that can fail.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 /// A function that is called with each VM that a [`TestBuilder`] has built.
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
@@ -533,7 +533,7 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Starts one session for each builder. Offers take the sessions in this order.
+    /// Starts one session for each builder. Offers take the sessions in the order of the builders.
     pub fn start(
         server: &ServerTls,
         options: &destination::Options,

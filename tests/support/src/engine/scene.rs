@@ -144,7 +144,7 @@ pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
         .no_lane_limit(Duration::from_secs(10))
         .silence_limit(Duration::from_secs(1))
         .control_limit(Duration::from_secs(10))
-        // This is long enough for the digests and for a busy machine.
+        // The limit allows for the digests and for a busy host.
         .downtime_limit(Duration::from_secs(2))
         .build()
         .unwrap()

@@ -149,7 +149,7 @@ pub fn good_migration_of(
     assert_eq!(*vm.state.lock().unwrap(), RunState::Stopped("moved".into()));
 }
 
-/// How often the engine has run a VM at the destination.
+/// How many times the engine has run this VM at the destination.
 pub fn runs(vm: &TestVm) -> usize {
     vm.calls().iter().filter(|call| **call == "resume").count()
 }

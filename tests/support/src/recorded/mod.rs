@@ -6,8 +6,8 @@
 //! 66000000 0100…                 its bytes in hexadecimal, 32 per line
 //! ```
 //! A replay sends the bytes of one side. It replaces the values that this side cannot choose: the
-//! session's name, if the other side chooses it; the proof of a lane, which depends on the secret
-//! that the other side issues; and TLS itself.
+//! session's identifier, if the other side chooses it; the proof of a lane, which depends on the
+//! secret that the other side issues; and TLS itself.
 
 pub mod player;
 pub mod relay;

@@ -156,10 +156,10 @@ pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) 
     play(recording, Side::Destination, &heard, |entry| {
         let mut bytes = entry.bytes.clone();
         let offer = heard.first("offer");
-        // The session's name follows the features. The source in this replay has chosen it.
+        // The session's identifier follows the features. The source in this replay has chosen it.
         let session = &offer[PRELUDE_BYTES + 16..][..SESSION_ID_BYTES];
         if entry.kind != "select" {
-            // The session's name is the last field of the header.
+            // The session's identifier is the last field of the header.
             bytes[CONTROL_HEADER_BYTES - SESSION_ID_BYTES..CONTROL_HEADER_BYTES]
                 .copy_from_slice(session);
         }

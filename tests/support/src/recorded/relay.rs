@@ -43,7 +43,7 @@ impl Relay {
 
 fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<Entry>>>) {
     let (kind, bytes) = read(&near, Stage::Opening).unwrap();
-    // In *lane open*, the lane's number follows the session's name.
+    // In *lane open*, the lane's number follows the session's identifier.
     let (lane, stage) = match &*kind {
         "offer" => (0, Stage::Control),
         "lane-open" => (u16::from_le_bytes([bytes[32], bytes[33]]), Stage::Data),

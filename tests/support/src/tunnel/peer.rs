@@ -1,5 +1,5 @@
-//! The control lane of a trunk with a tunnel, for tests that are one of its sides. It follows the
-//! protocol as far as a test needs.
+//! The control lane of a trunk, for tests that act as a tunnel's peer. It follows the protocol as
+//! far as a test needs.
 
 use std::net::{SocketAddr, TcpStream};
 
@@ -39,7 +39,7 @@ pub fn accept(lanes_max: u16, port: u16) -> Message {
     }
 }
 
-/// Dials a tunnel and sends an offer, with *accept* if there is one. Returns what the tunnel has
+/// Dials a tunnel and sends `offer`, then `accept` if it is given. Returns what the tunnel has
 /// selected, or why it refuses.
 pub fn dial(
     far: SocketAddr,
