@@ -20,7 +20,8 @@ pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
         .and_then(|()| match fs::metadata(path) {
             Ok(before) => {
                 let owner = |file: &fs::Metadata| (file.uid(), file.gid());
-                // chown is rarely necessary, and the filter of a service may refuse it.
+                // Call chown only if it is necessary, because a service's seccomp filter may refuse
+                // it.
                 if owner(&fs::metadata(&fresh)?) != owner(&before) {
                     chown(&fresh, Some(before.uid()), Some(before.gid()))?;
                 }

@@ -320,7 +320,7 @@ pub(crate) struct StatusLine {
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
     pub(crate) migration: Option<MigrationLine>,
-    /// The items of the identity that the process holds, which expire.
+    /// When the items of the identity that the process holds expire.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) certificates: Vec<CertificateLine>,
 }

@@ -96,7 +96,7 @@ enum Command {
     /// Protect other programs' connections with IPsec, with one SA per CPU or connection.
     #[command(subcommand)]
     Ipsec(ipsec::Command),
-    /// Let libvirt's migrations go through a tunnel, with nothing on its command lines.
+    /// Let libvirt's migrations go through a tunnel, without changes to their command lines.
     #[command(subcommand)]
     Libvirt(libvirt::Command),
     /// Empty a host: move all of its VMs to other hosts, through libvirt.

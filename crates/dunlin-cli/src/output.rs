@@ -1,5 +1,5 @@
-//! Lines on standard output and standard error, if their reader may be gone or stalled. Neither may
-//! end or delay a process that holds a VM.
+//! Lines on standard output and standard error, if their reader may be gone or stalled. Such a
+//! reader must not end or delay a process that holds a VM.
 
 use std::io::{Write, stdout};
 use std::os::fd::AsFd;
@@ -53,7 +53,7 @@ pub(crate) fn offer(line: &str, warning: impl Fn(String) -> String) {
     if lost > 0 {
         let text = format!("{lost} lines were lost, because no process read standard output");
         put(&warning(text));
-        // The warning has used the space.
+        // The warning may have used the space for the line.
         if !is_writable(&stdout(), &LOST) {
             return;
         }

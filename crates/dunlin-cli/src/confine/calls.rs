@@ -394,8 +394,8 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
 }
 
 /// Calls with which a tunnel sets the mode and the owner of its sockets. A thread with a umask of
-/// its own sets the mode, and the owner is changed by an open descriptor. A filter cannot see which
-/// file a descriptor refers to, so only the configured owners and groups are permitted.
+/// its own sets the mode, and the owner is changed through an open descriptor. A filter cannot see
+/// which file a descriptor refers to, so only the configured owners and groups are permitted.
 fn for_sockets(owners: &[FileAccess]) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let own_umask = vec![rule(&[equals(0, libc::CLONE_FS as u64)])?];
     let mut calls = vec![

@@ -19,7 +19,7 @@ use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
 /// The Landlock version of Linux 6.12. A VM's process uses all of its restrictions except that of
-/// TCP connections, and of newer ones only `AccessFs::ResolveUnix`.
+/// TCP connections, and of those of later versions only `AccessFs::ResolveUnix`.
 const ALL: ABI = ABI::V6;
 
 /// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of

@@ -26,7 +26,7 @@ use crate::progress::Waiting;
 use crate::vm::request::ANSWER_LIMIT;
 use crate::vm::{Ended, follow, status};
 
-/// Least time between two lines of progress of a guest, for people.
+/// Minimum time between two progress lines of a guest, in the output for people.
 const PROGRESS_PAUSE: Duration = Duration::from_secs(1);
 
 /// A guest at the source.

@@ -71,7 +71,7 @@ fn read(path: &Path) -> Result<(String, Verdicts)> {
     let length = fs::metadata(path).with_context(what)?.len();
     ensure!(
         length <= MOST_BYTES,
-        "{} is longer than {MOST_BYTES} bytes: give the output of dunlin doctor --json",
+        "{} is longer than {MOST_BYTES} bytes: give the output of `dunlin doctor --json`",
         path.display()
     );
     let text = fs::read_to_string(path).with_context(what)?;
@@ -79,7 +79,7 @@ fn read(path: &Path) -> Result<(String, Verdicts)> {
     for (number, line) in text.lines().enumerate() {
         let at = || format!("{}:{}", path.display(), number + 1);
         let line: VerdictLine = serde_json::from_str(line)
-            .with_context(|| format!("{} is not a line of dunlin doctor --json", at()))?;
+            .with_context(|| format!("{} is not a line of `dunlin doctor --json`", at()))?;
         ensure!(
             line.schema == SCHEMA,
             "{} has schema {}, and this dunlin reads {SCHEMA}: use the same version on both hosts",
@@ -92,7 +92,7 @@ fn read(path: &Path) -> Result<(String, Verdicts)> {
     }
     ensure!(
         !verdicts.is_empty(),
-        "{} has no verdicts: give the output of dunlin doctor --json",
+        "{} has no verdicts: give the output of `dunlin doctor --json`",
         path.display()
     );
     Ok((host, verdicts))

@@ -1,5 +1,5 @@
-//! The migration of one VM: its start, or its adoption if it is under way already, and the truth about
-//! it at its end, which both hosts are asked for.
+//! The migration of one VM: its start, or its adoption if it is under way already, and its outcome,
+//! for which both hosts are asked at its end.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -16,7 +16,8 @@ use super::virsh::Virsh;
 /// Time between two questions to a host.
 pub(super) const INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long a host may be silent before the VM is in doubt: the restart of a daemon takes less.
+/// How long a host may be silent before the VM is in doubt: a restart of libvirt's daemon takes
+/// less time.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// How long two hosts may contradict each other. libvirt removes the rest of a failed migration from
 /// the destination after it has answered the source.
@@ -26,7 +27,7 @@ const CONTRADICTION_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub(super) struct Asked {
     pub(super) is_cancelled: AtomicBool,
-    /// The guest was paused because its time was over.
+    /// The guest was paused because its time limit was over.
     pub(super) is_paused: AtomicBool,
 }
 
@@ -45,7 +46,7 @@ pub(super) struct Carry {
 #[derive(Debug)]
 pub(super) struct Ended {
     pub(super) verdict: Verdict,
-    /// Why it did not move; empty if it did.
+    /// Why the VM did not move; empty if it did.
     pub(super) reason: String,
     /// The figures of its migration.
     pub(super) job: Option<Job>,
@@ -58,7 +59,7 @@ impl Carry {
         let began = Instant::now();
         let mut before = Vec::new();
         let mut reason = String::new();
-        // A migration under way has its settings.
+        // A migration that was under way already keeps its settings.
         if self.vm.bound.is_none() && !asked.is_cancelled.load(Ordering::SeqCst) {
             before = self.settings();
             reason = match self.migrate() {
@@ -176,7 +177,7 @@ impl Carry {
         }
     }
 
-    /// Lets a VM run again that was paused for its time, and did not move.
+    /// Resumes a VM that was paused at its time limit and did not move.
     fn resume(&self, asked: &Asked) -> Verdict {
         if asked.is_paused.load(Ordering::SeqCst) {
             let _ = self.source.ask(&["resume", &self.vm.uuid]);

@@ -32,7 +32,7 @@ use crate::text::{clean, count};
 /// The highest rate that virsh takes, in MiB/s, and libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
 
-/// Refusals of a repeated request until the operator sees one.
+/// Of the refusals of a repeated request, only the one with this number is shown.
 const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main one.
@@ -176,11 +176,11 @@ struct Moves<'a> {
     record: &'a mut Record,
     asked: Vec<Arc<Asked>>,
     phases: Vec<Phase>,
-    /// How often libvirt refused a request.
+    /// The number of times that libvirt refused each request for each VM.
     refused: BTreeMap<(usize, &'static str), u32>,
     /// The figures of each VM's migration while it was under way.
     jobs: Vec<Option<Job>>,
-    /// The VMs that move now, for the thread that watches them.
+    /// The VMs that are moving, for the thread that watches them.
     watched: Arc<Mutex<Vec<(usize, String)>>>,
     sender: Sender<Happened>,
     happened: Receiver<Happened>,
@@ -261,7 +261,7 @@ impl<'a> Moves<'a> {
             Happened::Refused(vm, what, reason) => {
                 let times = self.refused.entry((vm, what)).or_default();
                 *times += 1;
-                // These are asked for again: libvirt refuses them before QEMU has begun.
+                // These requests are repeated, because libvirt refuses them before QEMU has begun.
                 let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
@@ -292,7 +292,8 @@ impl<'a> Moves<'a> {
     fn seen(&mut self, vm: usize, seen: &Seen, show: &mut Show) -> Option<Event> {
         let of = &self.moves[vm].vm;
         let phase = match &seen.at {
-            // libvirt gives a guest that is paused for its time the reason of a switchover.
+            // For a guest that was paused at its time limit, libvirt gives the same reason as for a
+            // switchover.
             _ if self.asked[vm].is_paused.load(Ordering::SeqCst) => Phase::Copying,
             Where::Paused(reason) if reason == "migrating" => Phase::Switchover,
             Where::Paused(reason) if reason.starts_with("post-copy") => Phase::Postcopy,
@@ -343,7 +344,7 @@ impl<'a> Moves<'a> {
         result == Outcome::Doubt
     }
 
-    /// Writes to the state file. Migrations go on without it.
+    /// Writes an entry to the state file. If that fails, the migrations continue.
     fn keep(&mut self, entry: Entry, show: &Show) {
         if let Err(error) = self.record.set(entry) {
             show.warn("record", &format!("{error:#}"));
@@ -384,7 +385,7 @@ impl<'a> Moves<'a> {
     fn request(&self, vm: usize, what: &'static str, more: &[&str]) {
         let mut words = vec![what.to_owned(), self.moves[vm].vm.uuid.clone()];
         words.extend(more.iter().map(|word| (*word).to_owned()));
-        // The thread lives as long as this value.
+        // Cannot fail: the receiving thread lives as long as this value.
         let _ = self.requests.send((vm, what, words));
     }
 
@@ -411,7 +412,7 @@ impl<'a> Moves<'a> {
         {
             self.request(vm, "migrate-setspeed", &[&rate.to_string()]);
         }
-        // Before libvirt begins: a later run must find it.
+        // Record the VM before libvirt begins, because a later run must find it.
         self.keep(entry, show);
         lock(&self.watched).push((vm, of.uuid.clone()));
         let (asked, sender) = (self.asked[vm].clone(), self.sender.clone());
@@ -429,7 +430,8 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
-/// The first signal while VMs move asks for an end. Any other one ends the process.
+/// The first signal while VMs move asks for the end of the evacuation. Any other signal ends the
+/// process.
 fn await_signals(ends: &EndSignals, is_moving: &AtomicBool, sender: &Sender<Happened>) {
     if let Ok(signal) = ends.wait() {
         if !is_moving.load(Ordering::SeqCst) {
@@ -445,7 +447,7 @@ fn await_signals(ends: &EndSignals, is_moving: &AtomicBool, sender: &Sender<Happ
 /// Reports the VMs that move, until the main thread ends.
 fn watch_all(source: &Virsh, watched: &Mutex<Vec<(usize, String)>>, sender: &Sender<Happened>) {
     loop {
-        // libvirt's events carry the names of domains only, so it is asked.
+        // libvirt's events identify domains by name only, so libvirt is polled.
         thread::sleep(INTERVAL);
         let (numbers, uuids): (Vec<usize>, Vec<String>) = lock(watched).iter().cloned().unzip();
         // A daemon that restarts does not answer; `carry` decides how long that may take.

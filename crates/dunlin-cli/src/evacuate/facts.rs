@@ -39,7 +39,7 @@ impl Entry {
         let seconds = |job: &Job| Some(job.number("time_elapsed")? as f64 / 1000.0);
         self.duration_s = self.duration_s.or_else(|| job.and_then(seconds));
         self.bytes = job.and_then(Job::bytes);
-        // Before the end, it is what QEMU expects.
+        // Before the end of the migration, the field is the downtime that QEMU expects.
         let is_over = |job: &&Job| self.result == Outcome::Moved && job.is_completed();
         self.downtime_ms = job.filter(is_over).and_then(|job| job.number("downtime"));
         self
@@ -103,8 +103,8 @@ pub(super) fn gather(
     Ok(facts)
 }
 
-/// What became of a VM that an earlier run has moved, or was moving when it ended. `None` if it has
-/// nothing to report.
+/// What became of a VM that an earlier run has moved, or was moving when it ended. `None` if there
+/// is nothing to report.
 fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
     let mut entry = entry.clone();
     entry.earlier = true;

@@ -49,8 +49,9 @@ pub(crate) struct Evacuate {
     /// Longest time for each VM [default: no limit].
     #[arg(long, value_name = "DURATION", value_parser = parse_limit)]
     pub(super) time_limit: Option<Duration>,
-    /// What happens to a VM over its time: `cancel`, it stays; `postcopy`, it continues at the
-    /// destination and fetches its pages; `pause`, its guest stops until it has moved.
+    /// What happens to a VM that exceeds --time-limit: with `cancel`, it stays; with `postcopy`, it
+    /// continues at the destination and fetches its pages; with `pause`, its guest stops until it
+    /// has moved.
     #[arg(
         long,
         value_name = "ACTION",
@@ -62,8 +63,8 @@ pub(crate) struct Evacuate {
     /// Memory of each destination that stays free.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_bytes)]
     pub(super) reserve: u64,
-    /// Keep the definitions of VMs that have moved. By default they move, too: this host would start a
-    /// VM again that starts at boot.
+    /// Keep the definitions of VMs that have moved on the emptied host. By default the definitions
+    /// move too, because the host would otherwise start VMs with autostart again when it boots.
     #[arg(long)]
     pub(super) keep_defined: bool,
     /// Show the plan, and move nothing.
@@ -105,7 +106,7 @@ fn parse_budget(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The source's libvirt connects to the destination, so a URI without a host would name itself.
+/// The source's libvirt connects to the destination, so a URI without a host would name the source.
 fn parse_destination(text: &str) -> Result<String, String> {
     let is_local = text
         .split_once("://")
@@ -148,7 +149,7 @@ impl Evacuate {
             let name = flag.split('=').next().unwrap_or_default();
             ensure!(
                 !OWN.contains(&name),
-                "{name} cannot be given after --: dunlin evacuate sets it, or it fits one VM only"
+                "{name} cannot be given after --: `dunlin evacuate` sets it, or it fits one VM only"
             );
         }
         Ok(())

@@ -27,12 +27,12 @@ pub(super) struct Seen {
     pub(super) job: Option<Job>,
 }
 
-/// Memory that further VMs may use: what neither programs nor VMs use, and what is not promised to
-/// the VMs there either.
+/// Memory that further VMs may use: the smaller of what is unused and what is not promised to the
+/// VMs there.
 pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     let stats = fields(&virsh.ask(&["nodememstats"])?);
     let of = |name: &str| stats.get(name).and_then(|text| kib(text));
-    let missing = || anyhow!("{}: virsh nodememstats prints no memory", virsh.uri);
+    let missing = || anyhow!("{}: no total or free in `virsh nodememstats`", virsh.uri);
     let total = of("total").ok_or_else(missing)?;
     let free = of("free").ok_or_else(missing)?;
     let unused = free + of("buffers").unwrap_or(0) + of("cached").unwrap_or(0);
@@ -52,7 +52,7 @@ fn uuids(text: &str) -> Result<Vec<String>> {
         let is_uuid = line.len() == 36 && line.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
         is_uuid
             .then(|| line.to_owned())
-            .with_context(|| format!("virsh prints no UUID: {line:?}"))
+            .with_context(|| format!("virsh printed {line:?} instead of a UUID"))
     };
     lines.map(uuid).collect()
 }
@@ -106,15 +106,16 @@ fn kib(text: &str) -> Option<u64> {
     number.checked_mul(KIB)
 }
 
-/// Sets how busy the VMs are: the memory that each writes, or, if libvirt cannot tell it of all of
-/// them, the processor time that each takes.
+/// Sets how busy the VMs are: the memory that each writes, or, if libvirt does not report that for
+/// every VM, the processor time that each takes.
 pub(super) fn measure(virsh: &Virsh, vms: &mut [Vm]) -> Result<()> {
     let of = |command: &str, vms: &[Vm]| -> Vec<String> {
         vms.iter()
             .map(|vm| format!("{command} {}", vm.uuid))
             .collect()
     };
-    // Of no VM is more known than the time from now on.
+    // Total processor times. Only their increase from now on is compared, because the VMs have not
+    // run equally long.
     let before: Vec<u64> = vms.iter().map(|vm| vm.busy).collect();
     let began = Instant::now();
     virsh.batch(&of("domdirtyrate-calc --seconds 1", vms))?;
@@ -202,7 +203,7 @@ pub(super) fn completed(virsh: &Virsh, uuid: &str) -> Option<Job> {
     ];
     let words = ["domjobinfo"].iter().chain(&flags).chain([&uuid]);
     let job = Job::parse(&virsh.ask(&words.copied().collect::<Vec<_>>()).ok()?).ok()?;
-    // After the daemon has restarted, it has none.
+    // After a restart, the daemon has no figures.
     job.bytes().is_some().then_some(job)
 }
 
@@ -226,7 +227,7 @@ mod tests {
         assert!(vm.is_paused && vm.is_persistent);
     }
 
-    /// What virsh does not print.
+    /// Tests output that virsh does not print.
     #[test]
     fn i7_malformed_output_names_no_vm() {
         assert_eq!(vm("u", ""), None);

@@ -26,7 +26,7 @@ impl Job {
         for line in text.lines().filter(|line| !line.trim().is_empty()) {
             let (key, value) = line
                 .split_once(':')
-                .with_context(|| format!("no field of a job: {line:?}"))?;
+                .with_context(|| format!("virsh printed {line:?} instead of a field of a job"))?;
             match key.trim() {
                 "Job type" => kind = Some(value.trim()),
                 key => {
@@ -36,14 +36,17 @@ impl Job {
                 }
             }
         }
-        let kind = kind.context("no type of the job")?;
+        let kind = kind.context("virsh printed no type of the job")?;
         job.kind = match kind {
             "None" => NONE,
             kind => kind
                 .parse()
-                .with_context(|| format!("no type of a job: {kind:?}"))?,
+                .with_context(|| format!("virsh printed {kind:?} instead of the type of a job"))?,
         };
-        ensure!(job.kind <= 5, "no type of a job: {kind:?}");
+        ensure!(
+            job.kind <= 5,
+            "virsh printed {kind:?} instead of the type of a job"
+        );
         Ok(job)
     }
 
@@ -95,7 +98,7 @@ mod tests {
         }
     }
 
-    /// What virsh does not print.
+    /// Tests output that virsh does not print.
     #[test]
     fn i7_malformed_output_is_an_error_or_a_missing_figure() {
         for text in [
@@ -109,7 +112,7 @@ mod tests {
         }
         let job = Job::parse("Job type: 2\noperation: 5\ndata_processed: -1\n").unwrap();
         assert_eq!(job.bytes(), None);
-        // A text of an error that spans lines replaces no field.
+        // An error text of several lines replaces no field.
         let job = Job::parse("Job type: 4\ndowntime: 7\nerrmsg: a\ndowntime: 9\n").unwrap();
         assert_eq!((job.number("downtime"), job.error()), (Some(7), Some("a")));
     }

@@ -12,7 +12,7 @@ pub(super) struct Vm {
     pub(super) name: String,
     /// The bytes of memory that it may use.
     pub(super) memory: u64,
-    /// How busy it is; only compared with the other VMs'.
+    /// How busy the VM is; only compared with the same value of other VMs.
     pub(super) busy: u64,
     /// It was paused before anything moved, and arrives paused.
     pub(super) is_paused: bool,

@@ -38,7 +38,7 @@ pub(super) struct Entry {
     /// The URI of its destination; empty if it has none.
     pub(super) to: String,
     pub(super) result: Outcome,
-    /// Why it did not move; empty if it did.
+    /// Why the VM did not move; empty if it did.
     pub(super) reason: String,
     pub(super) duration_s: Option<f64>,
     /// Sent by libvirt, memory and disks.
@@ -70,7 +70,10 @@ impl Record {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                bail!("another dunlin evacuate empties {from}: wait for its end, or interrupt it")
+                bail!(
+                    "another `dunlin evacuate` is emptying {from}: wait until it ends, or \
+                     interrupt it"
+                )
             }
             Err(TryLockError::Error(error)) => return Err(error).with_context(what),
         }
@@ -92,7 +95,7 @@ impl Record {
         replace(&self.path, &serde_json::to_string(&self.entries)?, 0o600)
     }
 
-    /// The evacuation is complete.
+    /// Deletes the file, because the evacuation is complete.
     pub(super) fn remove(&self) -> Result<()> {
         match fs::remove_file(&self.path) {
             Err(error) if error.kind() != ErrorKind::NotFound => {

@@ -48,10 +48,10 @@ pub(super) enum Event {
     Seen(usize, Phase),
     Ended {
         vm: usize,
-        /// An operator has to decide where the VM is. No other one starts.
+        /// An operator has to decide where the VM is. Until then, no other VM starts.
         is_doubtful: bool,
     },
-    /// The operator wants an end.
+    /// The operator ends the evacuation early.
     Interrupt,
 }
 
@@ -176,7 +176,7 @@ impl Schedule {
             };
             let is_new = moving.wanted.is_none_or(|(before, _)| before != wanted);
             let is_due = moving.wanted.is_none_or(|(_, at)| now - at >= AGAIN);
-            // A paused VM would be paused again; it stays in the phase of copying.
+            // A pause is requested only once, because a paused VM stays in the phase of copying.
             if !is_new && (wanted == OnLimit::Pause || !is_due) {
                 continue;
             }

@@ -12,8 +12,8 @@ pub(super) struct Budgets {
 }
 
 /// The share of each VM in MiB/s, for VMs that move to the given destinations; `None` is unlimited.
-/// What one VM cannot use, because its destination is the narrower limit, the others get. The shares
-/// of a host add up to its budget at most.
+/// If the budget of a VM's destination is the smaller limit, the other VMs get what that VM cannot
+/// use. The shares of a host add up to its budget at most.
 pub(super) fn shares(to: &[usize], budgets: Budgets) -> Vec<Option<u64>> {
     // The source is the key `None`.
     let mut left: BTreeMap<Option<usize>, u64> = BTreeMap::new();

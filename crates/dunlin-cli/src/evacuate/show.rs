@@ -172,7 +172,7 @@ impl Show {
         self.event(&object, &format!("{}: switchover", clean(name)));
     }
 
-    /// `at` is its number, if it was started.
+    /// `at` is the VM's number, if the VM was started.
     pub(super) fn ended(&mut self, at: Option<usize>, entry: &Entry) {
         let progress = at.and_then(|at| self.moving.remove(&at));
         if let Some(Progress { bar: Some(bar), .. }) = progress {

@@ -5,12 +5,12 @@
 pub(super) enum Where {
     /// The host does not have it.
     Absent,
-    /// The host has its definition; it does not run. libvirt's reason.
+    /// The VM does not run, but the host has its definition. Has libvirt's reason.
     Off(String),
     Running,
     /// libvirt's reason.
     Paused(String),
-    /// The host did not answer; why.
+    /// The host did not answer, for this reason.
     Unknown(String),
 }
 

@@ -15,7 +15,7 @@ use crate::text::clean;
 /// The bytes that are kept of each output. The rest is read and dropped.
 const OUTPUT_LIMIT: u64 = 4 << 20;
 
-/// The time for a question. libvirt itself waits up to 30 s for a domain's lock.
+/// Time limit for a question. libvirt itself waits up to 30 s for a domain's lock.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(40);
 
 /// Characters of an error that are reported.
@@ -138,8 +138,9 @@ impl Virsh {
     }
 }
 
-/// The line after the output of each command of a batch. With `--quiet` it would not end in a line break. A line of virsh that contains a domain's
-/// name begins with other words, and a name has no line breaks.
+/// The line after the output of each command of a batch. It cannot be a line of virsh: a line that
+/// contains a domain's name begins with other words, and a name has no line breaks. `--quiet` is
+/// not used, because virsh would then print it without a line break.
 const END: &str = "dunlin-end-of-output";
 
 /// Starts a program with bounded outputs and no signal blocked.

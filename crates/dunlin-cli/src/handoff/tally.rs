@@ -9,8 +9,8 @@ use dunlin_lane::sync::lock;
 use crate::line::{HandoffLine, Line};
 use crate::published::expiry;
 
-/// Counts the clients of this process. All keys of its maps are names of the options or fault codes,
-/// so clients cannot add any number of them.
+/// Counts the clients of this process. All keys of its maps are server names of the flags or fault
+/// codes, so clients cannot add keys without limit.
 #[derive(Debug, Default)]
 pub(super) struct Tally(Mutex<HandoffLine>);
 

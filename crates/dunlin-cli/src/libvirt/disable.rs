@@ -58,7 +58,7 @@ impl Disable {
                 write(config, &text)?;
                 bail!(
                     "the rules of the other redirects cannot be applied, so the configuration and \
-                     the rules are as before; the reason is above"
+                     the rules are as before; see the error of `dunlin redirect apply` above"
                 );
             }
             let what = "of the other redirects stay; libvirt's migrations are in the clear";
@@ -69,7 +69,10 @@ impl Disable {
                 remove.push("--force");
             }
             if !dunlin(&remove, None, Some(&self.state))?.status.success() {
-                bail!("the rules cannot be removed, and nothing was changed; the reason is above");
+                bail!(
+                    "the rules cannot be removed, and nothing was changed; see the error of \
+                     `dunlin redirect remove` above"
+                );
             }
             let what = "removed: migrations are in the clear from now on";
             self.report.step("rules", what);
@@ -82,7 +85,10 @@ impl Disable {
                 words.push(tunnel);
             }
             if !systemctl(&words)? {
-                bail!("the units cannot be disabled: disable them with systemctl");
+                bail!(
+                    "systemctl cannot disable Dunlin's units: correct its error above, and run \
+                     this command again"
+                );
             }
         }
         match is_empty {
@@ -105,7 +111,7 @@ impl Disable {
             let live = reserved::live()?;
             let mut setting = live.clone();
             for ports in &record.ports {
-                let ports = ports.parse().context("cannot parse libvirt.json")?;
+                let ports = ports.parse().context("invalid ports in libvirt.json")?;
                 setting = reserved::without(&setting, ports, &record.reserved_before);
             }
             if setting != live {

@@ -149,14 +149,14 @@ impl Enable {
         drop(waiting);
         ensure!(
             tried != Tried::Fails,
-            "the path to a peer does not work; the reason is above"
+            "the path to a peer does not work; see its test (`tried`) above"
         );
         self.reserve(plan)?;
         before.rules_follow();
         let applied = dunlin(&["redirect", "apply"], Some(config), Some(&self.state))?;
         ensure!(
             applied.status.success(),
-            "the rules cannot be applied; the reason is above"
+            "the rules cannot be applied; see the error of `dunlin redirect apply` above"
         );
         let what = "in force: only the tunnel reaches these ports, at the peers and here";
         self.report.step("rules", what);
@@ -237,7 +237,7 @@ impl Enable {
             && listen.port() != PEER_PORT
         {
             let what = format!(
-                "peers expect this host's tunnel at port {PEER_PORT}, but listen in {} \
+                "peers expect this host's tunnel at port {PEER_PORT}, but `listen` in {} \
                  has port {}: change it",
                 config.display(),
                 listen.port()
@@ -296,7 +296,7 @@ impl Enable {
         let checked = dunlin(&["tunnel", "check"], Some(config), None)?;
         ensure!(
             checked.status.success(),
-            "the new configuration would be invalid; the reason is above"
+            "the new configuration would be invalid; see the error of `dunlin tunnel check` above"
         );
         self.report.step("written", &config.display().to_string());
         Ok(())
@@ -345,8 +345,8 @@ fn note(conf: &QemuConf, identity: &Path, report: &Report) {
     }
     if let Some(host) = &conf.host {
         let what = format!(
-            "sources connect to {host}, which migration_host names; it must be an address of this \
-             host in the peers' configurations"
+            "sources connect to {host} (migration_host in qemu.conf), so the peers' configurations \
+             must list it as an address of this host"
         );
         report.step("note", &what);
     }
@@ -357,7 +357,7 @@ fn note(conf: &QemuConf, identity: &Path, report: &Report) {
 enum Tried {
     /// Bytes went to all peers and back.
     Works,
-    /// A peer does not answer, and all that answer work.
+    /// A peer does not answer, and the test of each peer that answers succeeds.
     Silent,
     /// A peer answers and refuses, or has another identity than expected.
     Fails,

@@ -21,7 +21,7 @@ const FILE_MODE: u32 = 0o640;
 /// Copies the identity in `from` to [`PLACE`]. Files that are there already must be the same.
 ///
 /// # Errors
-/// `from` has no identity, or another one is in place.
+/// `from` has no identity, or another identity is in place.
 pub(super) fn install(from: &Path, report: &Report) -> Result<()> {
     load_identity(from, Role::Source, &Reading::default())?;
     let place = Path::new(PLACE);
@@ -39,8 +39,8 @@ pub(super) fn install(from: &Path, report: &Report) -> Result<()> {
         match fs::read(&to) {
             Ok(there) => ensure!(
                 there == content,
-                "{} differs from {}, so nothing was copied: remove it if this host's identity is \
-                 to be replaced",
+                "{0} exists and differs from {1}, so nothing was copied: to replace this host's \
+                 identity, delete {0} first",
                 to.display(),
                 path.display()
             ),
@@ -55,7 +55,7 @@ pub(super) fn install(from: &Path, report: &Report) -> Result<()> {
         write(to, content).with_context(|| format!("cannot write {}", to.display()))?;
     }
     let what = format!(
-        "{PLACE}: the identity of {}, which can be deleted now",
+        "{PLACE}: copied from {0}; {0} can be deleted now",
         from.display()
     );
     report.step("installed", &what);
@@ -96,7 +96,7 @@ pub(super) fn let_services_read(identity: &Path) -> Result<()> {
         if has(of_others) || (found.gid() == group && has(of_group)) {
             continue;
         }
-        // The group first: with the new mode, the former group could read the key.
+        // Set the group first: with the new mode, the former group could read the key.
         chown(path, None, Some(group))
             .and_then(|()| {
                 let mode = (found.mode() & 0o7777) | of_group;

@@ -31,8 +31,8 @@ pub(crate) struct Migrate {
     flags: Vec<String>,
 }
 
-/// The sockets of one migration. They close when their connections have ended; dropping this closes
-/// those that had none.
+/// The sockets of one migration. They close when their connections have ended; dropping this value
+/// closes the sockets that had no connection.
 struct Listeners<'a> {
     config: &'a Path,
     paths: Vec<PathBuf>,
@@ -110,7 +110,7 @@ impl Migrate {
         let found = virsh.output().context(NO_VIRSH)?;
         ensure!(
             found.status.success(),
-            "virsh does not find VM {} on this host; the reason is above",
+            "virsh does not find VM {} on this host; see its error above",
             clean(&self.vm)
         );
         Ok(String::from_utf8_lossy(&found.stdout).trim().to_owned())
@@ -134,8 +134,9 @@ impl Listeners<'_> {
         let opened = dunlin(&words, Some(self.config), None)?;
         ensure!(
             opened.status.success(),
-            "the tunnel cannot listen at {path}; the reason is above. If an earlier migration of \
-             this VM was killed, `dunlin tunnel close unix:{path}` closes its socket"
+            "the tunnel cannot listen at {path}; see the error of `dunlin tunnel open` above. If \
+             an earlier migration of this VM was killed, `dunlin tunnel close unix:{path}` closes \
+             its socket"
         );
         self.paths.push(PathBuf::from(&path));
         Ok(path)

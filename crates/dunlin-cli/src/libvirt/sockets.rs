@@ -26,7 +26,7 @@ use crate::code::DONE;
 use crate::file::replace;
 use crate::tunnel::{Config, PEER_PORT};
 
-/// Where QEMU of an arriving VM, and the tunnel for a leaving one, make their sockets.
+/// Where QEMU of an arriving VM, and the tunnel for a leaving VM, make their sockets.
 pub(super) const DIRECTORY: &str = "/run/dunlin/vm";
 /// How a route's name begins; the rest is the name of the destination.
 pub(super) const ROUTE: &str = "libvirt-";
@@ -35,7 +35,8 @@ const TMPFILES: &str = "/etc/tmpfiles.d/dunlin-libvirt.conf";
 /// libvirt's AppArmor rules for QEMU, and the file with which Dunlin extends them.
 const ABSTRACTION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu";
 const EXTENSION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu.d/dunlin";
-/// The AppArmor rule for the directory: QEMU makes its socket there, and connects to the tunnel's.
+/// The AppArmor rule for the directory: QEMU makes its socket there, and connects to the tunnel's
+/// socket there.
 const RULE: &str = "/run/dunlin/vm/** rw,";
 
 /// The flags of `enable` that apply with `--sockets`.
@@ -79,8 +80,8 @@ impl Setup<'_> {
         {
             put(self.config, before.as_deref())?;
             bail!(
-                "the new configuration would be invalid, so the change was undone; the reason is \
-                 above"
+                "the new configuration would be invalid, so the change was undone; see the error \
+                 of `dunlin tunnel check` above"
             );
         }
         let report = self.report;
@@ -101,7 +102,7 @@ impl Setup<'_> {
         print!("{}", String::from_utf8_lossy(&tried.stdout));
         if !tried.status.success() {
             report.advise(
-                "A peer does not answer, or refuses; the reason is above. Run this command there \
+                "A peer does not answer, or refuses; see its test above. Run this command there \
                  too, with this host as --peer. Until then migrations to it fail, and the VMs stay.",
             );
         }

@@ -93,7 +93,7 @@ impl<'a> Before<'a> {
         let mut words = vec!["disable", "--now"];
         words.extend(UNITS.iter().copied().filter(is_new));
         if words.len() > 2 && !systemctl(&words)? {
-            bail!("systemctl disable failed");
+            bail!("`systemctl disable` failed");
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl<'a> Before<'a> {
             }
         };
         if !done.status.success() {
-            bail!("the new ones may be in force; the reason is above");
+            bail!("the new rules may be in force; see the error of `dunlin redirect` above");
         }
         if self.units && self.in_use.contains(&UNITS[2]) {
             systemctl(&["try-reload-or-restart", UNITS[2]])?;

@@ -1,5 +1,5 @@
-//! What processes report to the group of two directories: their status, and the migrations that
-//! have ended.
+//! What processes report in two directories, for the group of these directories: their status, and
+//! the migrations that have ended.
 //!
 //! ```text
 //!  VM, tunnel, IPsec, hand-off ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status

@@ -40,7 +40,7 @@ pub(super) fn list(table: &str) -> Result<Option<Value>> {
     arguments.extend(table.split(' '));
     match run(&arguments, "")? {
         Ok(out) => parse(&out).map(Some),
-        // It was deleted in the meantime.
+        // The table was deleted in the meantime.
         Err(_) if !exists(table)? => Ok(None),
         Err(said) => Err(explained(&said)),
     }

@@ -18,7 +18,8 @@ pub(super) struct Addressed {
     pub(super) listeners: BTreeMap<IpAddr, u16>,
 }
 
-/// A name cannot be looked up, which may pass. Mistakes in the configuration have other errors.
+/// A name cannot be looked up, which may be temporary. Mistakes in the configuration have other
+/// errors.
 #[derive(Debug)]
 pub(super) struct Unresolved(String);
 
@@ -48,7 +49,7 @@ impl Addressed {
                     bail!(
                         "redirect {}: {address} is an address of {} and of another peer (at \
                          fault: configuration), with different identities, {} and {other}: \
-                         write addresses in peers",
+                         write addresses instead of names in peers",
                         redirect.name,
                         peer.host,
                         peer.identity
@@ -61,7 +62,7 @@ impl Addressed {
             if addresses.contains_key(address) {
                 bail!(
                     "redirect {}: {address} in plain_from is an address of a peer (at fault: \
-                     configuration): remove it from plain_from when its tunnel runs",
+                     configuration): remove it from plain_from when the peer's tunnel runs",
                     redirect.name
                 );
             }

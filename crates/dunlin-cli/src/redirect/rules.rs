@@ -167,7 +167,8 @@ fn users(redirect: &Redirect) -> String {
 
 /// A connection's first segment.
 const SYN: &str = "tcp flags & (syn | ack) == syn";
-/// Not a drop: the toolstack's error then comes at once instead of after minutes.
+/// A reset instead of a drop, so that the toolstack's connection fails at once instead of after
+/// minutes.
 const RESET: &str = "reject with tcp reset";
 
 /// Rules for connections to the peers, one for each address family. If the port `at` is given, only

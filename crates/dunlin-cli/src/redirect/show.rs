@@ -131,7 +131,7 @@ mod tests {
 
     use super::*;
 
-    /// The units give no interval.
+    /// The units use this default, because they give no interval.
     ///
     /// Claim H14 of docs/security.
     #[test]

@@ -193,7 +193,7 @@ impl Model {
             _ => return,
         };
         match self.details {
-            // Drawing limits the value to the number of lines.
+            // The drawing code limits this value to the number of lines.
             true => self.scroll = to,
             false => self.select(to),
         }

@@ -77,7 +77,7 @@ pub(super) struct Cancel {
     /// The control socket of the VM's process.
     pub(super) socket: PathBuf,
     pub(super) what: String,
-    /// What happens to the VM after that.
+    /// What happens to the VM after the cancellation.
     pub(super) then: String,
 }
 
@@ -308,7 +308,8 @@ fn troubles_of(
         let (entry, record) = (&recorded.entry, &recorded.record);
         let meaning = meaning(record.state, entry.lives).map(str::to_owned);
         match to_do(entry, record) {
-            // The source still waits for the destination's answer. Without one, the VM is in doubt.
+            // The source still waits for the destination's answer. If none arrives, the VM is in
+            // doubt.
             Some(_) if waits => {
                 row.note("the VM is paused here until the destination reports that it runs");
             }

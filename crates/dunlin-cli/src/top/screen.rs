@@ -104,7 +104,7 @@ mod tests {
 
     use super::*;
 
-    /// Set in the process that panics.
+    /// The environment variable that is set in the process that panics.
     const PANICS: &str = "DUNLIN_TEST_PANICS";
     const NAME: &str = "top::screen::tests::a_panic_of_a_thread_restores_the_terminal_first";
 

@@ -246,8 +246,8 @@ fn needs_no_listener(file: &File, exits: &[Exit], found: &mut Found<'_>) {
         found.add(&at, text);
     }
     if file.ipsec.is_some() {
-        let text = "[ipsec] needs listen, because peers open lanes over IPsec to this host: add \
-                    listen";
+        let text = "[ipsec] needs `listen`, because peers open lanes over IPsec to this host: add \
+                    `listen`";
         found.add(&(0..0), text.to_owned());
     }
 }

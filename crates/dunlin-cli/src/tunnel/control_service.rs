@@ -273,7 +273,7 @@ impl Service for ControlService {
                 let listen = match listen {
                     Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
                         Listen::Passed(name) => bail!(
-                            "socket {name} was passed for a route: an on-demand listener needs \
+                            "only a route of the configuration can listen on systemd:{name}: give \
                              unix:PATH or tcp:ADDRESS:PORT"
                         ),
                         listen => listen,
@@ -281,7 +281,10 @@ impl Service for ControlService {
                     None => self.new_address()?,
                 };
                 if access != FileAccess::default() && !matches!(listen, Listen::Unix(_)) {
-                    bail!("{listen} has no owner, group and mode: omit them, or give unix:PATH");
+                    bail!(
+                        "owner, group and mode apply only to a unix socket, and {listen} is none: \
+                         omit them, or give unix:PATH"
+                    );
                 }
                 allows_owner(&access)?;
                 let demand = Demand {

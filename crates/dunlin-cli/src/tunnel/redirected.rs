@@ -104,7 +104,7 @@ fn identity(peer: &RedirectPeer) -> Result<Peer> {
     parsed.map_err(|error| anyhow!("peer {}: {error}", peer.host))
 }
 
-/// The addresses of a peer; none, and a warning, if it has none.
+/// The addresses of a peer. If they cannot be looked up, logs a warning and returns none.
 fn addresses(redirect: &str, host: &str) -> Vec<IpAddr> {
     look_up(host).unwrap_or_else(|error| {
         log::warn([format!(

@@ -15,7 +15,8 @@ use tracing::{info, warn};
 use super::line::RulesLine;
 use crate::service::start;
 
-/// How often the tunnel reads the file; `redirect watch` compares the rules as often.
+/// The interval at which the tunnel reads the file; `redirect watch` compares the rules at the same
+/// interval.
 const INTERVAL: Duration = Duration::from_secs(10);
 /// The age above which the file's content is ignored: three intervals.
 const TOO_OLD_S: u64 = 30;

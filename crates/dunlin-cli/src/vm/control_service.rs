@@ -338,7 +338,7 @@ impl ControlService {
         drop(state);
         let name = &vm.vm().config().name;
         let Output { json, several } = self.output;
-        // Of several VMs, another may still answer clients.
+        // If this process owns several VMs, the others may still answer clients.
         if !several {
             control::drain();
         }
@@ -351,7 +351,8 @@ impl ControlService {
         Ok(code)
     }
 
-    /// Drops the VM, which has ended or moved away. Other VMs of this process need its memory.
+    /// Drops the VM, which has ended or moved away, so that its memory is free for other VMs of
+    /// this process.
     pub(crate) fn release(&self) {
         lock(&self.state).holds = Holds::Waiting;
     }

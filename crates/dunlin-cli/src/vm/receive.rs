@@ -53,7 +53,7 @@ pub(crate) struct Receive {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     sessions: u16,
     /// Rate limit for all VMs that arrive, together, such as 500M (bytes per second). Each gets an
-    /// equal part; what one does not use the others get.
+    /// equal part; the others get what one of them does not use.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     rate: Option<u64>,
     /// Digest the memory as it was when the guest resumed, for a parent process that compares the
@@ -181,7 +181,7 @@ impl Receive {
     }
 }
 
-/// The kind in the name of the status socket of a process's VM with this number.
+/// The kind in the name of the status socket of the VM with this number in the process.
 fn kind(number: u16) -> String {
     match number {
         1 => "vm".into(),
@@ -354,7 +354,9 @@ impl Waits<'_> {
         };
         self.waits_no_more(service);
         let taken = builder.take();
-        let (vm, socket) = taken.context("the engine received a VM that was not built")?;
+        let (vm, socket) = taken.context(
+            "internal error: the engine reported that a VM was received, but none was built",
+        )?;
         Ok(Ended::With(self.own(service, received, &vm, &socket)?))
     }
 
@@ -368,7 +370,7 @@ impl Waits<'_> {
             // Only warn, because this process has a VM, and a failure to confine the process must
             // not end the VM.
             service.warn(&format!(
-                "cannot forbid new local sockets: {}",
+                "cannot prevent this process from creating local sockets: {}",
                 chained(&error)
             ));
         }
@@ -431,7 +433,7 @@ struct Said<'a> {
 
 #[derive(Default)]
 struct Arrival {
-    /// The source, which has not offered a VM yet.
+    /// The source, until it has offered a VM.
     peer: Option<String>,
     /// The VM's name.
     name: Option<String>,
@@ -447,7 +449,7 @@ impl<'a> Said<'a> {
         let several = self.receive.sessions > 1;
         self.say(&match event {
             DestinationEvent::Rejected { reason } => {
-                // Of several, this session may have nothing to do with the connection.
+                // If several VMs arrive, the connection may not belong to this session.
                 return self.receive.say(&Line::Rejected {
                     text: clean(reason),
                 });

@@ -89,7 +89,7 @@ pub(super) fn read(connection: &mut dyn Connection, names: &[String]) -> Result<
             Err(_) => return Err(BAD),
         };
         bytes.extend_from_slice(&part[..length]);
-        // A request ends with a line, so do not parse again before there is another one.
+        // A request ends with a line break, so parse again only after another line break.
         if part[..length].contains(&b'\n')
             && let Some(request) = parse(&bytes, local, names)?
         {

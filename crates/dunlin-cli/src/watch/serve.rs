@@ -70,7 +70,7 @@ impl ServeStatus {
         let manager = Manager::find();
         let listener = self.listener()?;
         let at = listener.to_string();
-        // This comes before the confinement, which forbids to read the host's name and to reach the
+        // This comes before the confinement, which forbids reading the host's name and reaching the
         // service manager.
         let source = Source::new(&self.control);
         manager.ready(&format!("serves the status at {at}"));

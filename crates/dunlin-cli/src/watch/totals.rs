@@ -14,7 +14,8 @@ const DURATIONS: &[f64] = &[
     1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
 ];
 
-/// The roles and the results that are counted. Entries of the history with other ones are ignored.
+/// The roles and the results that are counted. Entries of the history with other values are
+/// ignored.
 const ROLES: [&str; 2] = ["source", "destination"];
 const RESULTS: [&str; 4] = ["moved", "failed", "cancelled", "in-doubt"];
 

@@ -39,7 +39,7 @@ fn one_vm_moves_and_the_next_starts_when_it_reaches_switchover() {
     assert_eq!(schedule.handle(seconds(2), switchover), [Start(1, None)]);
     assert!(schedule.handle(seconds(3), switchover).is_empty());
     assert!(schedule.handle(seconds(3), ended(0)).is_empty());
-    // One that was never seen in switchover leaves its place when it ends.
+    // A VM that was never seen in switchover leaves its place when it ends.
     assert_eq!(schedule.handle(seconds(4), ended(1)), [Start(2, None)]);
     assert!(!schedule.is_over());
     assert!(schedule.handle(seconds(5), ended(2)).is_empty());
@@ -66,14 +66,14 @@ fn parallel_vms_share_the_budgets_and_a_share_grows_when_another_vm_ends() {
     };
     let (mut schedule, first) = begun(rules, &[0, 1, 0]);
     assert_eq!(first, [Start(0, Some(50)), Start(1, Some(50))]);
-    // A third one starts beside a switchover, which shares nothing.
+    // A third VM starts during a switchover, which takes no share of the budget.
     let switchover = Event::Seen(0, Phase::Switchover);
     assert_eq!(
         schedule.handle(seconds(1), switchover),
         [Start(2, Some(50))]
     );
     assert!(schedule.handle(seconds(2), ended(0)).is_empty());
-    // The inbound budget is the limit of the last one.
+    // The inbound budget limits the last VM.
     assert_eq!(schedule.handle(seconds(3), ended(1)), [Rate(2, Some(80))]);
 }
 
@@ -89,7 +89,7 @@ fn rates_fall_before_the_next_vm_starts() {
     };
     let (mut schedule, _) = begun(rules, &[0, 0, 0]);
     schedule.handle(seconds(1), Event::Seen(0, Phase::Switchover));
-    // The first one goes back to copying: three share.
+    // The first VM goes back to copying, so three VMs share the budget.
     let actions = schedule.handle(seconds(2), Event::Seen(0, Phase::Copying));
     assert_eq!(actions, [0, 1, 2].map(|vm| Rate(vm, Some(30))));
     let (mut schedule, first) = begun(
@@ -132,7 +132,7 @@ fn a_vm_over_its_time_is_cancelled_until_it_ends() {
     assert!(schedule.handle(soon, Event::Tick).is_empty());
     assert_eq!(schedule.handle(seconds(61), Event::Tick), [Cancel(0)]);
     assert_eq!(schedule.handle(seconds(62), ended(0)), [Start(1, None)]);
-    // The time of the second one began when it started.
+    // The time of the second VM began when that VM started.
     assert!(schedule.handle(seconds(100), Event::Tick).is_empty());
 }
 
@@ -171,7 +171,7 @@ fn an_interrupt_lets_switchovers_finish_cancels_the_others_and_starts_none() {
     assert!(schedule.handle(seconds(2), ended(1)).is_empty());
     assert!(schedule.handle(seconds(2), ended(2)).is_empty());
     assert!(!schedule.is_over());
-    // One that goes back to copying is cancelled, too.
+    // A VM that goes back from switchover to copying is cancelled, too.
     assert_eq!(
         schedule.handle(seconds(3), Event::Seen(0, Phase::Copying)),
         [Cancel(0)]

@@ -23,7 +23,8 @@ fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
         ("192.0.2.1:40000", "192.0.2.2:49152", true),
         ("192.0.2.1:49215", "192.0.2.2:40000", true),
         ("[2001:db8::1]:49160", "[2001:db8::2]:49161", true),
-        // Outside of the range, to another host, and of this host with itself.
+        // A port outside of the range, a host that is not a peer, and a connection of this host
+        // with itself.
         ("192.0.2.1:40000", "192.0.2.2:49216", false),
         ("192.0.2.1:40000", "192.0.2.3:49152", false),
         ("192.0.2.1:40000", "192.0.2.1:49152", false),

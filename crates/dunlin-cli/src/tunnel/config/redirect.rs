@@ -246,8 +246,8 @@ fn check_together(
         && listeners.ports().contains(&listen.port())
     {
         let text = format!(
-            "listen has port {}, and the listeners for redirected connections have {}-{}, from \
-             redirect_port on: choose another port for one of them",
+            "`listen` has port {}, and the listeners for redirected connections have ports {}-{}, \
+             from redirect_port on: choose another port for `listen`, or another redirect_port",
             listen.port(),
             listeners.ports().start(),
             listeners.ports().end()
@@ -256,7 +256,7 @@ fn check_together(
     }
     if listeners.hosts.len() > MOST_PEERS {
         let text = format!(
-            "{} hosts in peers out of range (1 to {MOST_PEERS}): run another tunnel for some",
+            "{} peers of redirects out of range (1 to {MOST_PEERS}): run another tunnel for some",
             listeners.hosts.len()
         );
         found.add(&table.span(), text);

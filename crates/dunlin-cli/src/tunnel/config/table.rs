@@ -164,7 +164,7 @@ fn check_answering(
     found.parsed(to, |_| {
         let peer = host
             .parse::<Peer>()
-            .map_err(|error| format!("{error}: name the expected peer with peers"))?;
+            .map_err(|error| format!("{error}: name the expected peer in `peers`"))?;
         Ok::<_, String>(Peers::OneOf(vec![peer]))
     })
 }

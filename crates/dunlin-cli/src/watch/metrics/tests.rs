@@ -101,7 +101,7 @@ fn the_dashboard_the_alerts_and_the_page_use_only_names_that_exist() {
         let used = names_in(&text);
         assert!(used.len() >= least, "{file}: {}", used.len());
         for name in used {
-            // The page also names the beginning of a group of metrics.
+            // The page also mentions a group of metrics by the common beginning of their names.
             let is_group = name == "dunlin_migration" && file.starts_with("docs/");
             assert!(is_group || known.contains(&name), "{file}: {name}");
         }
@@ -129,7 +129,7 @@ fn inserted(text: &str) -> BTreeSet<String> {
 }
 
 /// Asserts that the metrics of the expression have these labels. Prometheus adds `instance`, and
-/// `le` is that of buckets.
+/// `le` is the label of buckets.
 fn assert_labels(expression: &str, used: impl IntoIterator<Item = String>) {
     let names = names_in(expression);
     let metrics = METRICS.iter();
@@ -196,7 +196,8 @@ fn every_alert_has_its_reason() {
     assert!(alerts >= 12, "{alerts}");
 }
 
-/// A snapshot with one of everything, each with this name, which a hostile peer may have chosen.
+/// A snapshot with an object of every kind, each with this name, which a hostile peer may have
+/// chosen.
 fn snapshot(name: &str) -> Snapshot {
     let rules = json!({"state": "missing", "difference": "x"});
     let route = json!({"route": name, "channels": 1, "closed": 2, "failed": 3, "read_bytes": 4,
@@ -231,7 +232,7 @@ fn snapshot(name: &str) -> Snapshot {
     };
     let handoff = json!({"pid": 3, "address": "192.0.2.1:443", "handed_over": {"pool": 24},
         "forwarded": 25, "refused": {"malformed": 26}, "certificates": expiring(27)});
-    // Two processes with the same file: one of them has not loaded the newer one yet.
+    // Processes with the same file, of which one has not loaded the newer version yet.
     let identities = [29, 28, 29].map(|at| Held {
         kind: "vm".to_owned(),
         name: String::new(),

@@ -106,7 +106,7 @@ fn a_redirect_needs_no_listen() {
     let route = "[route.a]\nto = \"b.example:1\"\n";
     Config::parse(Path::new("t.toml"), &format!("{text}{route}")).unwrap();
     for (more, word) in [
-        ("[ipsec]\n", "[ipsec] needs listen"),
+        ("[ipsec]\n", "[ipsec] needs `listen`"),
         (
             "[route.a]\ntarget = \"unix:/x\"\nallow = [\"b.example\"]\n",
             "route a has a target",
@@ -204,8 +204,8 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
     }
 }
 
-/// The rules would reject the peers of these routes, or lead the tunnel's own connections back to
-/// it.
+/// Without the check, the rules would reject the peers of these routes, or lead the tunnel's own
+/// connections back to it.
 #[test]
 fn ports_and_names_of_routes_collide_with_redirects() {
     for (route, line, word) in [
