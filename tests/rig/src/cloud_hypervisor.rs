@@ -132,7 +132,7 @@ impl CloudHypervisor {
         self.child.id()
     }
 
-    /// Waits for a line that `wanted` accepts; returns when it arrived.
+    /// Waits for a line that `wanted` accepts; returns the time at which it arrived.
     ///
     /// # Errors
     /// The line does not arrive in time, or the process ends.

@@ -100,7 +100,7 @@ struct Wrong {
     found: u64,
 }
 
-/// A page of memory, aligned so that it occupies exactly one page of the machine.
+/// A page of memory, aligned so that it occupies exactly one page of the guest's memory.
 #[derive(Clone)]
 #[repr(align(4096))]
 struct Page([u64; PAGE_WORDS]);

@@ -39,8 +39,8 @@ pub use root::{packages, program};
 pub enum DebianError {
     /// apt is missing, or has no mirror.
     #[error(
-        "{0}: the tests fetch Debian's kernels and QEMU with this machine's apt, so they need a \
-         Debian machine on which apt has a mirror"
+        "{0}: the tests fetch Debian's kernels and QEMU with this host's apt, so they need a \
+         Debian host on which apt has a mirror"
     )]
     NotDebian(String),
     /// The mirror's lists or packages could not be fetched.

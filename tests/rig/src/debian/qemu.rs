@@ -31,8 +31,8 @@ impl Qemu {
         }
     }
 
-    /// Returns a command that runs QEMU; the caller adds the machine and devices. Without options
-    /// QEMU would open a window: start with `-nodefaults -nographic` or similar.
+    /// Returns a command that runs QEMU; the caller adds the machine type and devices. Without
+    /// options QEMU would open a window: start with `-nodefaults -nographic` or similar.
     #[must_use]
     pub fn command(&self) -> Command {
         let mut command =

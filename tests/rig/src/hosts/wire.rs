@@ -35,7 +35,7 @@ pub struct Traffic {
     pub bytes: BTreeMap<u16, u64>,
     /// Connections that were tried, by their destination port.
     pub tried: BTreeMap<u16, u64>,
-    /// How often one of the words was found in the payload, by the listener's port.
+    /// The number of times that one of the words was found in the payload, by the listener's port.
     pub found: BTreeMap<u16, u64>,
     /// Packets that are neither TCP nor the resolution of an address.
     pub others: u64,

@@ -22,7 +22,7 @@ pub const QEMU_USER: u32 = 64055;
 #[derive(Debug)]
 pub struct Daemon {
     name: String,
-    /// Process 1 of the host, as this machine numbers it.
+    /// The ID of the process 1 of the host, outside the namespaces of the host.
     first: u32,
     child: Child,
     root: PathBuf,
@@ -170,9 +170,9 @@ impl Daemon {
         self.enter(&command)
     }
 
-    /// A command that runs a program of the machine on this host: it has the machine's files, but
-    /// this host's network, name, `/run`, `/etc/hosts` and users. The child's process ID is that of
-    /// the program.
+    /// A command that runs a program on this host. The program has the files of the real machine,
+    /// but this host's network, name, `/run`, `/etc/hosts` and users. The child's process ID is
+    /// that of the program.
     #[must_use]
     pub fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("nsenter");
@@ -208,7 +208,7 @@ impl Daemon {
         Running::start(command)
     }
 
-    /// Kills libvirtd. The machines of the host run on.
+    /// Kills libvirtd. The VMs of the host continue to run.
     ///
     /// # Errors
     /// It does not run, or cannot be killed.

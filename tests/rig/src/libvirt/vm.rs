@@ -22,8 +22,8 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// A machine of 48 MiB without a disk. Its guest has a hot set of 4 MiB, and writes each page
-    /// of that set twice a second.
+    /// A VM of 48 MiB without a disk. Its guest has a hot set of 4 MiB, and writes each page of
+    /// that set twice a second.
     #[must_use]
     pub fn new(name: &str) -> Self {
         let seed = name
@@ -93,7 +93,7 @@ impl Vm {
 }
 
 impl Pair {
-    /// Defines a machine on a host, starts it, and waits until its guest writes.
+    /// Defines a VM on a host, starts it, and waits until its guest writes.
     ///
     /// # Errors
     /// libvirt or QEMU refuses, or the guest does not start.
@@ -134,8 +134,8 @@ impl Pair {
         Err(LibvirtError::Virsh(words.to_owned(), ended.said))
     }
 
-    /// The state of a machine and the reason, as `virsh domstate` prints them; `None` if the host
-    /// does not have the machine.
+    /// The state of a VM and the reason, as `virsh domstate` prints them; `None` if the host does
+    /// not have the VM.
     ///
     /// # Errors
     /// virsh cannot be run.
@@ -176,10 +176,10 @@ impl Pair {
         ))
     }
 
-    /// The content of a machine's disk on a host.
+    /// The content of a VM's disk on a host.
     ///
     /// # Errors
-    /// The machine has no disk.
+    /// The VM has no disk.
     pub fn disk(&self, side: Side, vm: &Vm) -> Result<Vec<u8>, LibvirtError> {
         let path = self.on(side).path(&vm.file("disk"));
         fs::read(&path).map_err(at(&path))
