@@ -145,7 +145,10 @@ impl Apply {
             Ok(true)
         };
         match restored() {
-            Ok(true) => error.context("the rules of the last successful apply are in force"),
+            Ok(true) => error.context(
+                "the configuration cannot be applied, so the rules of the last successful `apply` \
+                 are in force",
+            ),
             Ok(false) | Err(_) => error,
         }
     }

@@ -143,7 +143,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         if limits.peer_bytes < least {
             let text = format!(
                 "peer_memory below {} MiB, the minimum for channels = {}: raise peer_memory, or \
-                 lower channels",
+                 lower `channels`",
                 least.div_ceil(1 << 20),
                 limits.channels
             );
@@ -191,8 +191,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         needs_no_listener(&file, &exits, found);
     }
     if file.route.is_empty() && file.redirect.is_empty() {
-        let text = "the file has no route: add [route.NAME] with listen and to on the host that \
-                    accepts connections, and with target and allow on the other, or \
+        let text = "the file has no route: add [route.NAME], with `listen` and `to` on the host \
+                    from which VMs leave, and with `target` and `allow` on the other host; or \
                     [redirect.NAME] for a toolstack's range of ports";
         found.add(&(0..0), text.to_owned());
     }

@@ -82,11 +82,11 @@ pub(super) fn is_asked_for(
     let over_ipsec = found.parsed(security, |text| match text.as_str() {
         "tls" => Ok(false),
         "ipsec" if is_relay => Err(format!(
-            "route {name} is a relay, which uses TLS: remove mode or security"
+            "route {name} is a relay, which uses TLS: remove `mode` or `security`"
         )),
         "ipsec" if table.to.is_none() => Err(format!(
             "route {name} connects to no peer from here, and the connecting side selects the \
-             security: remove security; [ipsec] alone admits lanes over IPsec"
+             security: remove `security`; [ipsec] alone admits lanes over IPsec"
         )),
         "ipsec" if !is_prepared => Err(format!(
             "route {name} uses IPsec: add [ipsec] on both hosts"
@@ -94,10 +94,10 @@ pub(super) fn is_asked_for(
         "ipsec" => Ok(true),
         "plain" => Err(format!(
             "route {name} would carry memory in the clear, which needs no tunnel: write \"tls\", \
-             or remove security"
+             or remove `security`"
         )),
         other => Err(format!(
-            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove security"
+            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove `security`"
         )),
     });
     over_ipsec.unwrap_or(false)

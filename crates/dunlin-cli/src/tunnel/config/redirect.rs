@@ -298,18 +298,18 @@ impl Others<'_> {
     /// The ports at which the tunnel listens and to which it connects, with their keys.
     fn ports(&self) -> impl Iterator<Item = (String, u16)> {
         let listen = match self.listen {
-            Some(Port::At(listen)) => Some(("listen".to_owned(), listen.port())),
+            Some(Port::At(listen)) => Some(("`listen`".to_owned(), listen.port())),
             _ => None,
         };
         let entrances = self.entrances.iter().flat_map(|entrance| {
             let route = &entrance.route;
             let listen = match entrance.listen {
-                Listen::Tcp(at) => Some((format!("listen of route {route}"), at.port())),
+                Listen::Tcp(at) => Some((format!("`listen` of route {route}"), at.port())),
                 _ => None,
             };
             let to = entrance.to.rsplit_once(':');
             let to = to.and_then(|(_, port)| port.parse().ok());
-            let to = to.map(|port| (format!("to of route {route}"), port));
+            let to = to.map(|port| (format!("`to` of route {route}"), port));
             listen.into_iter().chain(to)
         });
         let relays = self.relays.iter().map(|relay| {
@@ -415,7 +415,7 @@ fn usable(address: IpAddr) -> Result<IpAddr, String> {
 fn users(name: &str, list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Vec<String> {
     if list.get_ref().is_empty() {
         let text = format!(
-            "redirect {name}: users is empty, so no connection would be redirected: name the \
+            "redirect {name}: `users` is empty, so no connection would be redirected: name the \
              toolstack's users, such as [\"root\", \"libvirt-qemu\"]"
         );
         found.add(&list.span(), text);
@@ -550,7 +550,7 @@ fn mode(
             "redirect {name} is a relay: add relay_port, a port of the tunnels on all hosts"
         )),
         (other, _) => Err(format!(
-            "unknown mode {other:?}: write \"stripe\" or \"relay\", or remove mode"
+            "unknown mode {other:?}: write \"stripe\" or \"relay\", or remove `mode`"
         )),
     });
     if relay.is_some() {
@@ -568,7 +568,7 @@ fn mode(
             "redirect {name} uses IPsec: add [ipsec] on both hosts"
         )),
         other => Err(format!(
-            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove security"
+            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove `security`"
         )),
     });
     relay.unwrap_or(striped)

@@ -50,7 +50,7 @@ pub(super) fn check(
     if is_near {
         near = entrance(name, table, oldest_tls, found);
     } else {
-        found.misplaced(name, "listen and to", &[("peers", at(&table.peers))]);
+        found.misplaced(name, "`listen` and `to`", &[("peers", at(&table.peers))]);
     }
     if let Some(listen) = &table.tls_listen {
         return (near, exit(name, at_route, listen, table, oldest_tls, found));
@@ -66,7 +66,8 @@ pub(super) fn check(
         found.misplaced(name, with, &[(&key, first.1.clone())]);
     } else if !is_near {
         let text = format!(
-            "route {name} has neither listen nor target: add listen and to, or tls_listen, target and allow"
+            "route {name} has neither `listen` nor `target`: add `listen` and `to`, or \
+             `tls_listen`, `target` and `allow`"
         );
         found.add(at_route, text);
     }
@@ -193,13 +194,13 @@ allow = ["a.example"]
                 allow,
                 "allow = [\"a.example\"]\npeers = [\"x\"]",
                 13,
-                "needs listen",
+                "needs `listen`",
             ),
             (
                 "[route.in]",
                 "[route.none]\nmode = \"relay\"\n[route.in]",
                 8,
-                "neither listen nor target",
+                "neither `listen` nor `target`",
             ),
         ] {
             let text = GOOD.replacen(good, bad, 1);

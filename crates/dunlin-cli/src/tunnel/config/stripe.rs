@@ -39,7 +39,7 @@ fn entrance(
             lacks_peer(name, listen, found);
         } else {
             let keys = [("peers", at(&table.peers)), ("lanes", at(&table.lanes))];
-            found.misplaced(name, "to", &keys);
+            found.misplaced(name, "`to`", &keys);
         }
         return None;
     };
@@ -78,13 +78,14 @@ fn exit(
     }
     if let Some(allow) = &table.allow {
         let text = format!(
-            "route {name} has allow and no target: add target = \"unix:PATH\" or \
+            "route {name} has `allow` and no target: add target = \"unix:PATH\" or \
              \"tcp:HOST:PORT\""
         );
         found.add(&allow.span(), text);
     } else if table.listen.is_none() && table.to.is_none() {
-        let text =
-            format!("route {name} has neither a peer nor a target: add to, or target and allow");
+        let text = format!(
+            "route {name} has neither a peer nor a target: add `to`, or `target` and `allow`"
+        );
         found.add(at, text);
     }
     None

@@ -138,7 +138,7 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
         ("49152-49215", "1000-1100", 5, "below 1024"),
         ("49152-49215", "49152-50176", 5, "1 to 1024"),
         ("60000-60050", "49215-49300", 11, "overlap"),
-        ("60000-60050", "18250-18300", 11, "which is listen"),
+        ("60000-60050", "18250-18300", 11, "which is `listen`"),
         ("60000-60050", "18301", 11, "which is redirect_port"),
         ("60000-60050", "17290-17300", 11, "which is peer_port"),
         ("\"192.0.2.2\" =", "\"192.0.2\" =", 6, "host name"),
@@ -217,9 +217,13 @@ fn ports_and_names_of_routes_collide_with_redirects() {
         (
             "[route.a]\nlisten = \"tcp:127.0.0.1:49152\"\nto = \"b.example:18300\"\n",
             5,
-            "listen of route a",
+            "`listen` of route a",
         ),
-        ("[route.a]\nto = \"b.example:60050\"\n", 11, "to of route a"),
+        (
+            "[route.a]\nto = \"b.example:60050\"\n",
+            11,
+            "`to` of route a",
+        ),
         (
             "[route.a]\nmode = \"relay\"\ntls_listen = \"0.0.0.0:60001\"\n\
              target = \"unix:/x\"\nallow = [\"b.example\"]\n",
