@@ -351,9 +351,9 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     );
 }
 
-/// Entries into the guest that one process measures.
+/// Number of entries into the guest that one process measures.
 const ENTRIES: u32 = 200_000;
-/// Processes of each kind.
+/// Number of processes with the filter, and of processes without it.
 const ROUNDS: usize = 15;
 
 /// Measures what the filter of system calls adds to an entry into the guest: KVM_RUN, for a guest

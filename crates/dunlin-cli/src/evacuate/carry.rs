@@ -1,5 +1,5 @@
-//! The migration of one VM: its start, or its adoption if it is under way already, and its outcome,
-//! for which both hosts are asked at its end.
+//! The migration of one VM: starts it, or adopts it if it is already under way, and asks both hosts
+//! for the outcome.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -54,7 +54,7 @@ pub(super) struct Ended {
 }
 
 impl Carry {
-    /// Moves the VM, and returns when it has ended in one way or another.
+    /// Moves the VM, and returns when the migration has ended, whatever its outcome.
     pub(super) fn run(&self, asked: &Asked) -> Ended {
         let began = Instant::now();
         let mut before = Vec::new();

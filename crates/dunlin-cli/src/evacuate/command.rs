@@ -32,7 +32,7 @@ use crate::text::{clean, count};
 /// The highest rate that virsh takes, in MiB/s, and libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
 
-/// Of the refusals of a repeated request, only the one with this number is shown.
+/// If a request is repeated, only the refusal with this number is shown.
 const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main one.

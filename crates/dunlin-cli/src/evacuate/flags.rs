@@ -34,7 +34,8 @@ pub(crate) struct Evacuate {
     /// other VMs follow, the smallest first.
     #[arg(long, value_name = "FILE")]
     pub(super) order_file: Option<PathBuf>,
-    /// VMs that copy at the same time. The next one starts when an earlier one is in switchover.
+    /// Number of VMs that copy at the same time. The next VM starts when an earlier one is in
+    /// switchover.
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(super) parallel: u16,
     /// Bytes per second that leave the emptied host, such as 500M [default: no limit].

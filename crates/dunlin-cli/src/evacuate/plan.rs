@@ -8,15 +8,15 @@ use super::table::mib;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Vm {
     pub(super) uuid: String,
-    /// As its owner chose it: escape it before printing.
+    /// The name that the owner of the VM chose; escape it before printing.
     pub(super) name: String,
-    /// The bytes of memory that it may use.
+    /// The bytes of memory that the VM may use.
     pub(super) memory: u64,
     /// How busy the VM is; only compared with the same value of other VMs.
     pub(super) busy: u64,
-    /// It was paused before anything moved, and arrives paused.
+    /// The VM was paused before anything moved, and arrives paused.
     pub(super) is_paused: bool,
-    /// libvirt keeps its definition while it does not run.
+    /// libvirt keeps the VM's definition while the VM does not run.
     pub(super) is_persistent: bool,
     /// The destination of a migration that is already under way.
     pub(super) bound: Option<usize>,
@@ -71,7 +71,7 @@ pub(super) fn plan(vms: Vec<Vm>, mut destinations: Vec<Destination>, order: &Ord
     let mut by_size = vms;
     by_size.sort_by(|a, b| (b.memory, &a.uuid).cmp(&(a.memory, &b.uuid)));
     for vm in by_size {
-        // The memory of a VM that is on its way is already in use there.
+        // The memory of a VM that is on its way is already in use at its destination.
         if let Some(to) = vm.bound {
             plan.moves.push(Move { vm, to });
             continue;
@@ -98,7 +98,7 @@ pub(super) fn plan(vms: Vec<Vm>, mut destinations: Vec<Destination>, order: &Ord
     plan
 }
 
-/// The first part puts VMs that are on their way before the others.
+/// The first part of the result puts VMs that are on their way before the other VMs.
 fn rank(vm: &Vm, order: &Order) -> (bool, usize, u64, u64, String) {
     let place = match order {
         Order::Listed(listed) => {
@@ -169,7 +169,8 @@ mod tests {
             .iter()
             .map(|one| (&*one.vm.name, one.to))
             .collect();
-        // c takes 6 of 8, then b takes 3 of 6, then a 2 of 3, then d the last 2 of the second.
+        // c takes 6 of 8, b takes 3 of 6, a takes 2 of the 3 that b left, d takes the 2 that c
+        // left.
         assert_eq!(placed, [("a", 0), ("d", 1), ("b", 0), ("c", 1)]);
         assert!(plan.stays.is_empty());
     }

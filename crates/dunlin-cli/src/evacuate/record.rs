@@ -26,7 +26,7 @@ pub(super) enum Outcome {
     NoRoom,
     /// Stayed, because the command ended before its turn.
     NotStarted,
-    /// An operator has to find out where it runs.
+    /// An operator has to find out where the VM runs.
     Doubt,
 }
 
@@ -35,16 +35,16 @@ pub(super) enum Outcome {
 pub(super) struct Entry {
     pub(super) uuid: String,
     pub(super) name: String,
-    /// The URI of its destination; empty if it has none.
+    /// The URI of the VM's destination; empty if there is none.
     pub(super) to: String,
     pub(super) result: Outcome,
     /// Why the VM did not move; empty if it did.
     pub(super) reason: String,
     pub(super) duration_s: Option<f64>,
-    /// Sent by libvirt, memory and disks.
+    /// The bytes of memory and disks that libvirt sent.
     pub(super) bytes: Option<u64>,
     pub(super) downtime_ms: Option<u64>,
-    /// An earlier run moved it.
+    /// An earlier run moved the VM.
     #[serde(default)]
     pub(super) earlier: bool,
 }

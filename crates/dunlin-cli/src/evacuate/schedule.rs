@@ -22,7 +22,7 @@ pub(super) enum Phase {
     Postcopy,
 }
 
-/// What happens to a VM that exceeds its time.
+/// What happens to a VM that exceeds its time limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnLimit {
     Cancel,
@@ -32,10 +32,10 @@ pub(super) enum OnLimit {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
-    /// VMs that copy at the same time.
+    /// Number of VMs that copy at the same time.
     pub(super) parallel: usize,
     pub(super) budgets: Budgets,
-    /// Time for each VM.
+    /// Time limit for each VM.
     pub(super) time: Option<Duration>,
     pub(super) on_limit: OnLimit,
 }

@@ -59,7 +59,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// Waits for its end; kills it at the deadline.
+    /// Waits for the end of the program; kills it at the deadline.
     pub(super) fn wait(mut self, deadline: Option<Instant>) -> Result<Answer> {
         let mut texts = [String::new(), String::new()];
         for _ in 0..texts.len() {

@@ -18,7 +18,7 @@ pub(super) fn read(file: &Path) -> Result<Option<String>> {
     }
 }
 
-/// Replaces a file in one step, so that a reader sees either text.
+/// Replaces a file in one step, so that a reader sees the old or the new text.
 pub(super) fn write(file: &Path, text: &str) -> Result<()> {
     replace(file, text, 0o644)
 }

@@ -174,7 +174,7 @@ pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)
 }
 
 /// Makes the directory now and at each boot. QEMU's user owns it. The sockets in it get the
-/// directory's group, so that the tunnel reaches those of QEMU.
+/// directory's group, so that the tunnel reaches QEMU's sockets.
 fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     let text = format!(
         "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"

@@ -53,9 +53,10 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
 /// The rules in force, for `dunlin doctor`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Rules {
-    /// They are those of the configuration.
+    /// The rules in force are those of the configuration.
     Applied,
-    /// They are not; the text says what differs, and the remedy.
+    /// The rules in force are not those of the configuration; the text says what differs, and the
+    /// remedy.
     Different(String),
     /// There is a table without a redirect in the configuration.
     Unexpected,

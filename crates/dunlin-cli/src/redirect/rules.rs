@@ -220,7 +220,7 @@ fn from_wire(to: &Addressed) -> String {
     text
 }
 
-/// A user for nft. Names may contain characters that have a meaning there.
+/// A user for nft. Names may contain characters that have a meaning in nft.
 fn quoted(user: &str) -> String {
     match user.parse::<u32>() {
         Ok(_) => user.to_owned(),

@@ -541,8 +541,8 @@ fn is_local_fault(error: &MigrateError) -> bool {
     )
 }
 
-/// Builds machines, each with its control socket. If the socket cannot be created, the VM is
-/// refused while it still runs at the source.
+/// Builds VMs, each with its control socket. If the socket cannot be created, the VM is refused
+/// while it still runs at the source.
 struct VmBuilder<'a> {
     machines: MachineBuilder,
     control: &'a ControlPath,
@@ -551,7 +551,7 @@ struct VmBuilder<'a> {
 }
 
 impl VmBuilder<'_> {
-    /// The machine built last, and its socket.
+    /// The VM built last, and its socket.
     fn take(&mut self) -> Option<(Arc<Movable>, Socket)> {
         let socket = self.socket.take();
         self.machines.take().zip(socket)

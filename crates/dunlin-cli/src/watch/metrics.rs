@@ -354,7 +354,7 @@ fn expiries(snapshot: &Snapshot) -> BTreeMap<[String; 5], u64> {
     earliest
 }
 
-/// Passes a value of every tunnel that has it.
+/// Passes `value` of every tunnel, if the tunnel has it.
 fn tunnels(view: &View<'_>, put: Put<'_>, value: fn(&TunnelLine) -> Option<Value>) {
     for tunnel in &view.snapshot.tunnels {
         if let Some(value) = value(tunnel) {
@@ -424,7 +424,7 @@ fn sending_lanes(view: &View<'_>, put: Put<'_>, counters: fn(&ProgressLine) -> V
     }
 }
 
-/// Passes a counter of every SA that has it; an SA that was removed has none.
+/// Passes a counter of every SA; a removed SA has no counters.
 fn associations(view: &View<'_>, put: Put<'_>, value: fn(&AssociationLine) -> Option<u64>) {
     for session in &view.snapshot.ipsec {
         for one in &session.associations {
