@@ -22,7 +22,7 @@ pub const QEMU_USER: u32 = 64055;
 #[derive(Debug)]
 pub struct Daemon {
     name: String,
-    /// The ID of the process 1 of the host, outside the namespaces of the host.
+    /// The process ID, outside the host's namespaces, of process 1 of the host.
     first: u32,
     child: Child,
     root: PathBuf,
@@ -37,7 +37,7 @@ pub struct Ended {
     pub code: Option<i32>,
     /// Standard output and standard error.
     pub said: String,
-    /// How long it ran.
+    /// How long the program ran.
     pub took: Duration,
 }
 
@@ -55,7 +55,7 @@ pub struct Running {
     child: Child,
     command: String,
     started: Instant,
-    /// What it printed, once it has closed its standard output.
+    /// What the program printed, once it has closed its standard output.
     output: Receiver<Vec<u8>>,
 }
 
@@ -193,7 +193,7 @@ impl Daemon {
     /// Runs `virsh` with these words as its arguments until it ends.
     ///
     /// # Errors
-    /// It cannot be started, or does not end within [`TIMEOUT`].
+    /// virsh cannot be started, or does not end within [`TIMEOUT`].
     pub fn virsh(&self, words: &str) -> Result<Ended, LibvirtError> {
         self.virsh_begin(words)?.wait(TIMEOUT)
     }
@@ -201,7 +201,7 @@ impl Daemon {
     /// Starts `virsh` with these words as its arguments.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// virsh cannot be started.
     pub fn virsh_begin(&self, words: &str) -> Result<Running, LibvirtError> {
         let mut command = self.command("/usr/bin/virsh");
         command.args(words.split_whitespace());
@@ -211,7 +211,7 @@ impl Daemon {
     /// Kills libvirtd. The VMs of the host continue to run.
     ///
     /// # Errors
-    /// It does not run, or cannot be killed.
+    /// libvirtd does not run, or cannot be killed.
     pub fn kill_libvirtd(&self) -> Result<(), LibvirtError> {
         let file = self.path("run/libvirtd.pid");
         let pid = fs::read_to_string(&file).map_err(at(&file))?;
@@ -232,7 +232,7 @@ impl Daemon {
     /// Starts libvirtd again. Returns when it accepts connections.
     ///
     /// # Errors
-    /// It does not start.
+    /// libvirtd does not start.
     pub fn start_libvirtd(&mut self) -> Result<(), LibvirtError> {
         let mut start = self.among();
         start
@@ -247,7 +247,8 @@ impl Daemon {
         self.wait_socket()
     }
 
-    /// A command among the processes of this host; its words follow.
+    /// A command that runs among the processes of this host; the caller adds the program and its
+    /// arguments.
     fn among(&self) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -292,7 +293,7 @@ impl Running {
     /// Starts a command.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The command cannot be started.
     pub fn start(mut command: Command) -> Result<Self, LibvirtError> {
         let (mut reader, writer) = io::pipe().map_err(at("a pipe"))?;
         let both = writer.try_clone().map_err(at("a pipe"))?;
@@ -312,10 +313,10 @@ impl Running {
         })
     }
 
-    /// Waits for its end, at most `limit` from its start.
+    /// Waits for the program's end, at most until `limit` after its start.
     ///
     /// # Errors
-    /// It has not ended; it is then killed.
+    /// The program has not ended, and is killed.
     pub fn wait(mut self, limit: Duration) -> Result<Ended, LibvirtError> {
         let left = limit.saturating_sub(self.started.elapsed());
         let Ok(said) = self.output.recv_timeout(left) else {
@@ -329,7 +330,7 @@ impl Running {
         })
     }
 
-    /// Whether it still runs.
+    /// Whether the program still runs.
     #[must_use]
     pub fn runs(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))

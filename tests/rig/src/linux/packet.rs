@@ -27,8 +27,8 @@ impl AsFd for Packets {
 /// A frame with its Ethernet header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Whether this host sent the frame. The frame then has the form in which it left, after
-    /// encryption and segmentation.
+    /// Whether this host sent the frame. If so, the frame has the form in which it left the host,
+    /// after encryption and segmentation.
     pub outgoing: bool,
     /// The complete frame.
     pub bytes: Vec<u8>,
