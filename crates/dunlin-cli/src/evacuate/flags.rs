@@ -64,7 +64,7 @@ pub(crate) struct Evacuate {
     /// Memory of each destination that stays free.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_bytes)]
     pub(super) reserve: u64,
-    /// Keep the definitions of VMs that have moved on the emptied host. By default the definitions
+    /// On the emptied host, keep the definitions of VMs that have moved. By default the definitions
     /// move too, because the host would otherwise start VMs with autostart again when it boots.
     #[arg(long)]
     pub(super) keep_defined: bool,
