@@ -101,7 +101,8 @@ pub enum Event {
     },
     /// A connection to the tunnel's port was rejected.
     Rejected {
-        /// The peer's address, or the text "a lane" if the connection was to become a lane.
+        /// The peer's address or, for a connection that was to become a lane, the text "a peer that
+        /// opened a lane".
         from: String,
         /// The reason's code.
         fault: FaultCode,

@@ -79,7 +79,7 @@ impl<'a> Selected<'a> {
         epoch: u32,
         deadline: Instant,
     ) -> Result<Self, Failure> {
-        // With version 1 the peer would open lanes to this side.
+        // With version 1 the peer opens lanes to this side, which needs a port for them.
         let oldest = if site.port.is_some() {
             TUNNEL_VERSIONS.min
         } else {

@@ -91,7 +91,8 @@ pub(super) struct Core {
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
     /// Handles that cancel the dials of this side.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
-    /// For each direction, the address and the reason if its last lane could not be opened.
+    /// For each direction, the address and the reason, if the most recent attempt to open a lane
+    /// failed.
     troubles: BTreeMap<Direction, String>,
     pub(super) senders: Senders,
     /// Channels that a rate limit delays, each with the time at which it may be read again.
@@ -148,8 +149,8 @@ pub(super) enum Direction {
     In,
 }
 
-/// The number of lanes that are being admitted. Each direction has a limit of its own, so that a
-/// flood of one delays none of the other.
+/// The number of lanes that are being admitted. Each direction has a limit of its own, so that many
+/// lanes in one direction do not delay those in the other direction.
 #[derive(Debug, Default)]
 struct Admitting {
     outgoing: Arc<AtomicUsize>,
@@ -513,7 +514,8 @@ impl Hub {
         matches!(self.lock().control, Control::Up { .. })
     }
 
-    /// Whether the connection of a lane is open. A lane that is idle does not notice its end.
+    /// Whether the connection of any lane is open. This asks the kernel, because an idle lane does
+    /// not notice the end of its connection.
     pub(super) fn has_lane(&self) -> bool {
         let core = self.lock();
         core.cutters.values().any(Canceller::is_established)

@@ -22,15 +22,15 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Whether a tunnel with these routes connects to peers. A tunnel also connects to a peer of
-    /// wire version 1, or with lanes over IPsec, that has connected to it.
+    /// Whether a tunnel with these routes connects to peers. If not, the tunnel still connects to a
+    /// peer that has connected to it and that has wire version 1 or uses lanes over IPsec.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()
     }
 
-    /// Whether a tunnel with these routes accepts peers. A tunnel also accepts lanes of a peer of
-    /// wire version 1, or with lanes over IPsec, to which it has connected.
+    /// Whether a tunnel with these routes accepts peers. If not, the tunnel still accepts the lanes
+    /// of a peer to which it has connected and that has wire version 1 or uses lanes over IPsec.
     #[must_use]
     pub fn accepts(routes: &Routes) -> bool {
         !routes.exits.is_empty() || !routes.relays.is_empty()

@@ -394,7 +394,7 @@ impl Tunnel {
     }
 
     /// Sends `bytes`, at most [`MAX_PROBE_BYTES`], through a channel to the peer of `entrance` and
-    /// reads them back, at a trunk with the entrance's settings. The peer's tunnel returns the
+    /// reads them back, over a trunk with the entrance's settings. The peer's tunnel returns the
     /// bytes if this side may use one of its targets.
     ///
     /// # Errors
@@ -404,7 +404,7 @@ impl Tunnel {
         probe::run(&self.carriers, entrance, bytes)
     }
 
-    /// Asks the peer of `entrance` for its report, at a trunk with the entrance's settings. The
+    /// Asks the peer of `entrance` for its report, over a trunk with the entrance's settings. The
     /// peer's tunnel answers if this side may use one of its targets.
     ///
     /// # Errors

@@ -326,7 +326,7 @@ impl LastingListener {
     }
 }
 
-/// The result of a check that has found that a listener has to bind its path again.
+/// The result of an attempt to bind a listener's path again.
 #[derive(Debug)]
 enum Renewed {
     Listens(Listen),

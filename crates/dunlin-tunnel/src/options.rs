@@ -145,11 +145,15 @@ pub enum BadRouteReason {
     /// The route's mode is [`Mode::Relay`], and its connections are redirected: use
     /// [`Mode::RelayAt`].
     #[error(
-        "a relay in the mode Relay does not send the original destination's port to the peer, which redirected connections need: use RelayAt"
+        "redirected connections need the original destination's port at the peer, and the mode \
+         Relay does not send it: use the mode RelayAt"
     )]
     RedirectedRelay,
     /// The route creates no unix socket that could have permissions.
-    #[error("the route listens on no unix socket that could have an owner, a group or a mode")]
+    #[error(
+        "owner, group and mode apply only to a unix socket that the tunnel creates, and this \
+         route has none: omit them, or let the route listen at a unix socket"
+    )]
     NoUnixSocket,
     /// The target's parameter placeholders are invalid.
     #[error("invalid target: {0}")]

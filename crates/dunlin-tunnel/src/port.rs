@@ -72,7 +72,7 @@ fn take(
         }
         Arrival::Lane { socket, opening } => {
             if let Err((fault, why)) = trunks.accept_lane(socket, &opening) {
-                site.reject("a lane", fault, why);
+                site.reject("a peer that opened a lane", fault, why);
             }
         }
         Arrival::Rejected { from, reason } => {

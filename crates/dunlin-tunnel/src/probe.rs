@@ -48,7 +48,7 @@ pub struct Report {
 /// Sends `bytes` through a channel to the peer of `entrance` and reads them back.
 ///
 /// # Errors
-/// The reason why the channel failed, or why it returned other bytes.
+/// The channel failed, or the peer returned other bytes.
 pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
     let bytes = bytes.clamp(1, MAX_PROBE_BYTES);
     if let Mode::RelayAt(_) = entrance.mode {
@@ -56,7 +56,10 @@ pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Resul
     }
     let channel = Channel::open(carriers, entrance, ECHO_ROUTE)?;
     exchange(&channel.stream, bytes, channel.began).map_err(|error| {
-        let text = format!("the peer at {} returned no bytes", entrance.to);
+        let text = format!(
+            "the test bytes did not return from the peer at {}",
+            entrance.to
+        );
         channel.failure(text, &error)
     })
 }
@@ -240,7 +243,7 @@ fn receive(mut stream: &UnixStream, bytes: u64) -> io::Result<()> {
 }
 
 fn other_bytes() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "the bytes came back changed")
+    io::Error::new(io::ErrorKind::InvalidData, "other bytes arrived instead")
 }
 
 /// How the probe's channel ended.

@@ -39,8 +39,8 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    /// The lowest of the rates that apply to a peer. A peer that a pin admitted is found only by
-    /// a pin.
+    /// The lowest of the rates that apply to a peer. To a peer that a pin admitted, only the rates
+    /// of pins apply.
     pub(super) fn of_peer(&self, identity: &PeerIdentity) -> Option<u64> {
         let applies = |peer: &Peer| {
             let one = Peers::OneOf(vec![peer.clone()]);

@@ -94,8 +94,8 @@ impl Drop for Reached {
     }
 }
 
-/// Counts nothing. It is a tally because a connection owns its tally, so the channel is counted until
-/// the connection is closed.
+/// A connection owns its tally. As a tally, this value therefore exists, and its channel counts as
+/// connected to the socket, until the connection is closed. It ignores what is reported to it.
 impl Tally for Reached {
     fn begins(&self) {}
 

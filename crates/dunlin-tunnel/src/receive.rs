@@ -107,7 +107,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                     .refuse_lane(lane, failure.code(), failure.for_peer());
                 hub.settle(&mut core);
             }
-            hub.site.reject("a lane", failure.code(), failure);
+            hub.site
+                .reject("a peer that opened a lane", failure.code(), failure);
             None
         }
     }
@@ -294,8 +295,8 @@ pub(super) fn poll(hub: &Hub) {
 }
 
 /// Fails a channel after an error of its socket, if [`Socket::tells_resets`]. Otherwise the
-/// received bytes are read first, and the read after them returns the error. Returns whether the
-/// channel has failed or has ended before.
+/// received bytes are read first, and the read after them returns the error. Returns true if the
+/// channel has failed or had already ended.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {
         return true;

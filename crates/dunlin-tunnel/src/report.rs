@@ -21,8 +21,8 @@ use super::socket::Stream;
 
 /// The route of the report. A configured target of this name takes its place.
 pub(super) const REPORT_ROUTE: &str = "dunlin-report";
-/// The length of the longest report. It fits into the buffer of a unix socket, so no thread writes
-/// it.
+/// The length of the longest report. It fits into the buffer of a unix socket, so a report is
+/// written without a thread that waits.
 pub const MAX_REPORT_BYTES: usize = 16 << 10;
 /// The shortest time between two reports for one trunk.
 const INTERVAL: Duration = Duration::from_secs(1);

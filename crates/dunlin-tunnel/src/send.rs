@@ -54,15 +54,16 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
 /// peer opened it at this side's request.
 ///
 /// # Errors
-/// The lane was not requested, came before or comes too late, or too many lanes are being admitted.
+/// The lane was not requested, has already arrived or is too late, or too many lanes are being
+/// admitted.
 pub(super) fn start(
     hub: &Arc<Hub>,
     lane: u16,
     socket: LaneSocket,
 ) -> Result<(), (FaultCode, &'static str)> {
     if !hub.lock().trunk.is_awaited(lane) {
-        let why = "this side does not wait for this lane: it was not requested, came before or \
-                   comes too late";
+        let why = "this side does not wait for this lane: it was not requested, has already \
+                   arrived or is too late";
         return Err((FaultCode::DuplicateLane, why));
     }
     let admitting = hub.begin_admission(Direction::Out)?;
@@ -74,7 +75,9 @@ pub(super) fn start(
             Ok(sender) => carry(&own, lane, sender),
             // The request stays open until its timeout, because the peer itself may still open the
             // lane.
-            Err(failure) => own.site.reject("a lane", failure.code(), failure),
+            Err(failure) => own
+                .site
+                .reject("a peer that opened a lane", failure.code(), failure),
         }
     });
     Ok(())
@@ -161,8 +164,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                     promote(hub, &hub.lock());
                 }
                 let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
-                // Rearm the socket only after the send, because the peer waits for the piece, but
-                // no thread waits until the socket is watched.
+                // Rearm the socket only after the send: the peer waits for the piece, but no thread
+                // waits for the socket to be watched again.
                 watch_again(hub, channel, idle);
                 sent
             }

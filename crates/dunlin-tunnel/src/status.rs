@@ -31,8 +31,8 @@ pub struct Status {
     pub rate: Option<u64>,
     /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
     pub refused: Option<String>,
-    /// The address and the reason if the last lane of a direction could not be opened, from either
-    /// side.
+    /// The address and the reason, if the most recent attempt of either side to open a lane in one
+    /// of the directions failed.
     pub trouble: Option<String>,
 }
 

@@ -168,7 +168,7 @@ fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
             return false;
         }
     }
-    // A channel ends when its last message is taken, so carry out that decision.
+    // The core ends a channel when its last message is taken, so carry out the core's decisions.
     hub.settle(core);
     true
 }

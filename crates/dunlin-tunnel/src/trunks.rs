@@ -136,8 +136,8 @@ impl Trunks {
             State::Up(hub) => match self.open(hub, &connection) {
                 Ok(()) => return,
                 Err(OpenError::Over) => {
-                    // With renewed certificates, a new trunk takes the place of this one. Otherwise
-                    // the handshake reports the reason.
+                    // With renewed certificates, a new trunk takes the place of this one. Without
+                    // them, the new trunk's handshake fails and reports the reason.
                     peering.state = State::Dialling(vec![connection]);
                     drop(peerings);
                     return self.dial(destination);
@@ -344,7 +344,7 @@ impl Trunks {
         opening: &negotiate::Opening,
     ) -> Result<(), (FaultCode, &'static str)> {
         let negotiate::Opening::Lane(open) = opening else {
-            return Err((FaultCode::Malformed, "not a lane"));
+            return Err((FaultCode::Malformed, "its first message opens no lane"));
         };
         let unknown = (FaultCode::UnknownSession, "lane of an unknown trunk");
         let hub = self.find(&open.session).ok_or(unknown)?;

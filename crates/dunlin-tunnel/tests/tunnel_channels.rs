@@ -376,9 +376,9 @@ fn a_vanished_peer_is_detected_within_the_limit() {
         .wait("end", |event| matches!(event, Event::TrunkEnded { .. }));
 }
 
-/// If all connections to the peer are lost and its host refuses new ones, its process has ended, and the
-/// trunk ends after a tenth of `vanished`. While a lane is open, the process runs, and the trunk ends
-/// after half of `vanished`.
+/// If all connections to the peer are lost and its host refuses new ones, the peer's process has
+/// ended, and the trunk ends after a tenth of `vanished`. If a lane is still open, the process
+/// runs, and the trunk ends only after half of `vanished`.
 #[test]
 fn a_trunk_ends_soon_if_the_peers_process_has_ended() {
     for has_lanes in [false, true] {

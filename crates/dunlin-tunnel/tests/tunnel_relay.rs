@@ -432,8 +432,8 @@ fn resident_bytes() -> usize {
     pages.parse::<usize>().unwrap() * 4096
 }
 
-/// Memory that was freed between parts that stay in use, as after many channels. The C library
-/// itself does not return such memory.
+/// The tunnel returns memory to the kernel even if it was freed between parts that stay in use, as
+/// after many channels. The C library alone does not return such memory.
 #[test]
 #[cfg(target_env = "gnu")]
 fn i8_free_memory_is_returned_after_the_last_channel() {

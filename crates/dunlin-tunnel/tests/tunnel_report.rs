@@ -1,4 +1,4 @@
-//! Reports: a text of a peer's process, for peers that may use one of its targets.
+//! Reports: texts that a tunnel sends to peers that may use one of its targets.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Write;

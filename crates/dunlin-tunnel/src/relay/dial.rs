@@ -24,7 +24,7 @@ pub(super) struct Dial {
     /// Host and port.
     pub(super) to: String,
     oldest: OldestTls,
-    /// The port of the peer's target, if the peer serves several.
+    /// The port of the target at the peer, if the peer serves several targets at one port.
     port: Option<u16>,
 }
 
@@ -36,7 +36,7 @@ impl Dial {
     pub(super) fn of(entrance: &Entrance, parameter: &str) -> Result<Self, Failure> {
         let refuse = || {
             let route = &entrance.route;
-            let text = format!("route {route:?} is a relay and does not carry {parameter:?}");
+            let text = format!("route {route:?} is a relay and cannot pass on {parameter:?}");
             Err(Failure::new(FaultCode::ParameterRefused, text))
         };
         let (oldest, at) = match entrance.mode {

@@ -83,8 +83,8 @@ pub(super) struct Relays {
 
 #[derive(Default)]
 struct State {
-    /// Keyed by the number of the listener or port. Each queue has a thread that connects its
-    /// members.
+    /// One queue for each entrance and each [`Port`], by its internal number (not a
+    /// TCP port). Each queue has a thread that connects its members.
     queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// The number of channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
@@ -188,7 +188,7 @@ impl Relays {
     /// Tests the path to a relay's peer: connects without asking for a port.
     ///
     /// # Errors
-    /// The peer does not answer, or is another one.
+    /// The peer does not answer, or is not a peer of the entrance.
     pub(super) fn test(&self, entrance: &Entrance) -> Result<(), Failure> {
         dial::reach(&self.site, entrance, &Dial::of(entrance, "")?).map(drop)
     }
@@ -199,7 +199,7 @@ impl Relays {
         if let Target::Ports { .. } = exit.target {
             let asked = dial::parameter(relayed.asked_for.as_deref());
             match (&*asked, fill(&exit.route, &exit.target, &asked)) {
-                // The peer has tested the path.
+                // A client that asks for no port only tests the path.
                 ("", _) => return,
                 (_, Ok(target)) => exit.target = target,
                 (_, Err(failure)) => {

@@ -28,7 +28,8 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Opens a port. `secured` receives each client that the route allows, and the port's number.
+    /// Opens a port. `secured` receives each client that the route allows, with the internal
+    /// number of the `Port` (not the TCP port).
     ///
     /// # Errors
     /// The address cannot be bound.
