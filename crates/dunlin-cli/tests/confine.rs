@@ -90,7 +90,8 @@ fn moves(guest: &str) {
     let flags = "--json --peer b.test --verify";
     finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
     destination.wait_for("received");
-    // The process serves its socket, and has one more filter, which forbids local sockets.
+    // The process serves its socket. A second filter, set after the socket was created, forbids
+    // further local sockets.
     hosts.assert_runs(&destination);
     assert_confined(&destination);
     assert_each_thread(&destination, "Seccomp_filters:", "2");

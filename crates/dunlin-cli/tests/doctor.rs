@@ -1,4 +1,4 @@
-//! `dunlin doctor` on this machine: each verdict is compared with the table of expected verdicts, if
+//! `dunlin doctor` on this host: each verdict is compared with the table of expected verdicts, if
 //! it has a column for this kernel, and with what this test reads or tries itself.
 #![allow(clippy::unwrap_used)]
 
@@ -94,7 +94,8 @@ fn the_verdicts_are_those_of_proc_and_sys() {
     let of = |check| found(&verdicts, check);
     let release = printed("uname", &["-r"]).unwrap();
     assert!(of("host.kernel").1.starts_with(&release));
-    // The kernel lists a protocol only while its module is loaded. The probe has loaded this one.
+    // The kernel lists a protocol only while its module is loaded. The doctor's probe has loaded
+    // the module tls, if there is one.
     let protocols = read("/proc/sys/net/ipv4/tcp_available_ulp").unwrap();
     let has_tls = protocols.split(' ').any(|one| one == "tls");
     assert_eq!(of("tls.module").0 == "ok", has_tls, "{protocols}");
@@ -368,7 +369,7 @@ fn two_hosts_are_compared() {
         );
         assert_eq!(bad == escape, done.err.is_empty(), "{done:?}");
     }
-    // Each line is valid, and so many are not the output of one host.
+    // Each line is valid, but the output of one host is shorter.
     fs::write(&b, text.repeat((1 << 20) / text.len() + 1)).unwrap();
     let done = compare(&b).expect(1);
     assert_eq!(done.last()["fault"], "usage");

@@ -37,7 +37,7 @@ fn state(done: &Done, check: &str) -> String {
     found(done, check).0
 }
 
-/// Tunnels are confined by default, as far as this machine allows.
+/// Tunnels are confined by default, as far as this host allows.
 #[test]
 fn a_confined_tunnel_reports_its_host() {
     let hosts = Hosts::new();
@@ -50,7 +50,7 @@ fn a_confined_tunnel_reports_its_host() {
     assert_eq!(of("peer.report"), ("ok".to_owned(), version.to_owned()));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     assert_eq!(of("peer.kernel").1, release.trim());
-    // Both hosts are this machine.
+    // The peer runs on this host too.
     assert_eq!(of("peer.records").1, of("auto.records").1);
     assert_eq!(of("peer.library").1, of("auto.library").1);
     // The identity is valid for a day from the second in which it was made.
@@ -81,7 +81,8 @@ fn a_confined_tunnel_reports_its_host() {
 #[test]
 fn a_peer_without_a_route_for_this_host_reports_nothing() {
     let hosts = Hosts::new();
-    // The tunnel admits host a, because it connects to it, and lets only host c use its target.
+    // The tunnel admits host a, because the tunnel connects to host a. But only host c may use its
+    // target.
     let config = far_config(&hosts, "c.test")
         + &format!(
             "[route.back]\nlisten = \"unix:{}\"\nto = \"127.0.0.1:9\"\npeers = [\"a.test\"]\n",

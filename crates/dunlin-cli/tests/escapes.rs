@@ -411,7 +411,8 @@ fn an_attacker_in_the_process_that_serves_the_page() {
     page.get("/");
 }
 
-/// At a TCP port, the process has sockets that it could use to connect to other hosts.
+/// A process that listens on a TCP port has TCP sockets, which it could use to connect to other
+/// hosts.
 ///
 /// Claim H18 of docs/security.
 #[test]

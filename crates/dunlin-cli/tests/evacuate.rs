@@ -18,7 +18,8 @@ use dunlin_test_base::Scratch;
 use serde_json::Value;
 use support::{Done, Process, words};
 
-/// Two hosts, and a virsh of each host for programs of the machine.
+/// Two hosts, and for each a directory with a script `virsh`, which runs virsh in the host's root
+/// directory.
 struct Scene {
     pair: Pair,
     scratch: Scratch,
@@ -42,7 +43,7 @@ impl Scene {
         Some(Self { pair, scratch })
     }
 
-    /// `dunlin evacuate` of a host, which is not started.
+    /// The command `dunlin evacuate` for a host, not started yet.
     fn command(&self, from: Side, flags: &str) -> Command {
         let to = from.other().name();
         let mut command = words(&format!(
@@ -67,7 +68,7 @@ impl Scene {
         Process::follow(self.command(from, flags), &self.scratch.join("unused"))
     }
 
-    /// Starts `dunlin evacuate --json`, and waits until a VM copies.
+    /// Starts `dunlin evacuate --json`, and waits until the memory of a VM is being copied.
     fn copying(&self, from: Side, vm: &str, flags: &str) -> Running {
         let run = Running::start(self.command(from, &format!("--json {flags}"))).unwrap();
         let deadline = Instant::now() + TIMEOUT;
@@ -200,7 +201,7 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
     println!("{}\n{}", first.out, first.err);
     let lines = first.lines();
     assert_eq!(all(&lines, "started", "vm"), ["ci", "web", "db", "mail"]);
-    // One at a time: none starts before the one before it has reached switchover, or has ended.
+    // One at a time: a VM starts only after the previous VM has reached switchover or has ended.
     for pair in ["ci", "web", "db", "mail"].windows(2) {
         let started = place(&lines, "started", pair[1]);
         let place_left = place(&lines, "switchover", pair[0]).or(place(&lines, "ended", pair[0]));
@@ -263,10 +264,10 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
     assert_eq!(third.last()["vms"], 0);
 }
 
-/// So slow that a VM copies until a test ends it: its guest writes 8 MiB/s.
+/// A rate at which the copying of a VM does not end by itself, because the guest writes 8 MiB/s.
 const SLOW: &str = "--outbound 4M";
 
-/// Waits until the first VM copies.
+/// Waits until the memory of the first VM is being copied. Returns the VM's name.
 fn copies(run: &Process) -> String {
     let progress = run.wait_for("progress");
     progress["vm"].as_str().unwrap().to_owned()
@@ -297,7 +298,8 @@ fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
     let run = scene.begin(Side::A, SLOW);
     assert_eq!(copies(&run), "ci");
     run.kill();
-    // libvirt goes on, and the second command waits for it. Its budget is another one.
+    // libvirt continues the migration, and the second command, which has another budget, waits for
+    // its end.
     let second = scene.evacuate(Side::A, "--outbound 1G").expect(0);
     println!("{}", second.out);
     let lines = second.lines();
@@ -319,7 +321,7 @@ fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
         scene.runs_on(Side::B, vm);
     }
 
-    // libvirt finishes a migration while no command runs. The next one reports it.
+    // libvirt finishes a migration while no command runs. The next command reports it.
     let run = scene.begin(Side::B, "--outbound 16M");
     assert_eq!(copies(&run), "ci");
     run.kill();
@@ -373,8 +375,8 @@ fn budgets_are_shared_and_limits_are_kept() {
     let (code, report) = run.ended();
     assert_eq!(code, 4, "{report}");
 
-    // A VM that is over its time is cancelled, or paused until it has moved. The rate of the last one
-    // changes when it is alone, and none of the rates is left behind.
+    // A VM that exceeds its time limit is cancelled, or is paused until it has moved. When only one
+    // VM is left, its rate changes. Afterwards libvirt has no limit of a rate any more.
     let late = scene
         .evacuate(Side::A, "--parallel 2 --outbound 4M --time-limit 2s")
         .expect(1);
@@ -390,7 +392,8 @@ fn budgets_are_shared_and_limits_are_kept() {
     let flags = "--outbound 16M --time-limit 2s --on-time-limit pause --downtime-limit 50ms";
     let paused = scene.evacuate(Side::A, flags).expect(0);
     println!("{}", paused.out);
-    // A guest that was paused for its time and did not move runs again.
+    // If the migration of a guest that was paused at its time limit is cancelled, the guest runs
+    // again.
     for vm in &vms {
         scene.runs_on(Side::B, vm);
     }
@@ -440,8 +443,8 @@ fn i1_i2_a_destination_that_is_full_moves_nothing() {
     scene.runs_on(Side::B, &vm);
 }
 
-/// A daemon that is killed and started again, and a link that is cut, while a VM copies. Whatever the
-/// command reports, the VM runs on one host, and another run finishes.
+/// While a VM is being copied, a daemon is killed and started again, or the link is cut. Whatever
+/// the command reports, the VM runs on one host, and another run of the command moves it.
 #[test]
 fn i1_i2_a_killed_daemon_or_a_cut_link_loses_no_vm() {
     if !soak() {

@@ -79,7 +79,7 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
     accept.settles(before);
 }
 
-/// How often a thread of the process has waited (proc_pid_status(5)).
+/// The number of times that a thread of the process has waited (proc_pid_status(5)).
 fn waits(accept: &Accept, thread: &str) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{}/task", accept.process.child.id())).unwrap();
     let mut tasks = tasks.map(|task| task.unwrap().path());

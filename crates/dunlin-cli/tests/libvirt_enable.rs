@@ -218,7 +218,7 @@ fn a_name_in_migration_address_needs_local() {
     assert!(written.contains("local = [\"192.0.2.1\"]"), "{written}");
 }
 
-/// All commands that `enable` and `disable` run use the directory of `--state-dir`.
+/// `enable`, `disable` and the commands that these two run use the directory of `--state-dir`.
 #[test]
 fn the_state_directory_is_that_of_the_rules_too() {
     let Some(scene) = Scene::new() else { return };
@@ -268,7 +268,7 @@ fn enable_undoes_all_if_the_ports_cannot_be_reserved() {
 #[test]
 fn enable_undoes_all_if_the_units_cannot_be_started() {
     let Some(scene) = Scene::new() else { return };
-    // A systemctl of a host on which no unit runs, and none can be enabled.
+    // A script in place of systemctl, as on a host on which no unit runs and none can be enabled.
     let calls = scene.path("a", "run/calls");
     let bin = scene.files.scratch.join("bin");
     fs::create_dir(&bin).unwrap();
@@ -288,7 +288,7 @@ fn enable_undoes_all_if_the_units_cannot_be_started() {
         "{called}"
     );
 
-    // A further peer, on a host that is enabled: the earlier rules return.
+    // If a further peer cannot be added on a host that is enabled, the earlier rules are restored.
     fs::remove_dir_all(scene.path("a", "run/systemd")).unwrap();
     scene.enable("a", "").expect(0);
     fs::create_dir_all(scene.path("a", "run/systemd/system")).unwrap();
@@ -364,7 +364,7 @@ fn a_name_server_that_does_not_answer_is_given_up() {
     assert!(began.elapsed() < Duration::from_secs(20), "{refused:?}");
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.err.contains("slow.test"), "{}", refused.err);
-    // The server has the question.
+    // The server has received the query.
     server.set_nonblocking(true).unwrap();
     assert!(server.recv(&mut [0; 512]).unwrap() > 0);
 }

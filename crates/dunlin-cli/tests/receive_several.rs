@@ -117,7 +117,7 @@ fn i1_i3_three_vms_arrive_in_one_process_and_leave_it_one_by_one() {
     }
     assert_eq!(received.len(), 3);
     assert_eq!(named.len(), 6, "{named:?}");
-    // No VM is missing any more, so the process may make no more sockets.
+    // All VMs have arrived, so the process may create no more sockets.
     assert_eq!(filters(to.pid()), confined + 1);
     let published = fs::read_dir(to.control.join("status")).unwrap();
     assert_eq!(published.count(), 3);
@@ -125,7 +125,7 @@ fn i1_i3_three_vms_arrive_in_one_process_and_leave_it_one_by_one() {
         assert_eq!(status(&source.name, &to)["state"], "running");
         assert_eq!(source.process.ended().1["state"], "moved");
     }
-    // One moves on, and the others stay.
+    // One VM moves on to a third process, and the others stay.
     let third = hosts.receive("a", "third", "--peer b.test");
     let client = migrate(&hosts, ("vm1", &to), &third, "b", "--verify");
     assert_eq!(client.wait_for_any(&["moved", "failed"])["event"], "moved");

@@ -1,5 +1,5 @@
-//! The rules of `dunlin redirect` on hosts of their own: which connections they redirect, which
-//! they reject, and which they leave alone.
+//! The rules of `dunlin redirect`: which connections they redirect, which they reject, and which
+//! they leave alone.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -110,7 +110,7 @@ fn connections_from_a_port_in_the_range_pass() {
             let [a, b] = [&net.a, &net.b].map(|host| net.address(host, family));
             let c = net.ca.address(&net.c, family);
             for (from, to, host, at) in [
-                // Of this host, to it, and through it.
+                // From host a, to host a, and through host a.
                 (a, b, &net.a, &net.b),
                 (b, a, &net.b, &net.a),
                 (c, b, &net.c, &net.b),
@@ -126,7 +126,7 @@ fn connections_from_a_port_in_the_range_pass() {
                 kept.push((near, accepted));
             }
         }
-        // They are not connections of a migration, so they do not prevent an `apply`.
+        // The connections do not belong to a migration, so they do not prevent an `apply`.
         net.apply(&net.a);
         for (near, accepted) in &kept {
             assert_talk(accepted, near);
@@ -158,7 +158,7 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
         let redirected = [(&net.a, first + 1), (&net.b, first)]
             .map(|(host, more)| listen_redirected_at(host, family, more));
         let [a, b] = [&net.a, &net.b].map(|host| net.address(host, family));
-        // From `a` to `b`: once, at `a`.
+        // A connection from `a` to `b` is redirected once, at `a`.
         let near = dial(&net.a, ROOT, (b, PORT)).unwrap();
         let entrance = accept(&redirected[0]);
         assert_eq!(original(&entrance), (b, PORT).into());
@@ -169,7 +169,7 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
             assert_talk(&exit, &accept(&toolstack));
         }
         drop(toolstack);
-        // Back, at the same time.
+        // A connection from `b` to `a` is redirected too, while the first one is open.
         let back = dial(&net.b, MEMBER, (a, PORT)).unwrap();
         assert_eq!(original(&accept(&redirected[1])), (a, PORT).into());
         assert_talk(&near, &entrance);
@@ -261,7 +261,7 @@ fn peers_without_a_tunnel_are_accepted_and_counted_until_the_last_day() {
             } else {
                 assert_reset(|| dial(host, ROOT, (at, PORT)));
             }
-            // The same host by its other address is not in the list.
+            // The same host's address of the other family is not in the list.
             let other = FAMILIES.into_iter().find(|other| *other != family).unwrap();
             let other = match family {
                 Family::V4 => net.address(&net.a, other),
@@ -317,7 +317,7 @@ const CHANGES: [(&str, bool); 7] = [
     ("delete chain inet dunlin forward", false),
     ("insert rule inet dunlin input accept", false),
     ("add chain inet dunlin more", false),
-    // A rule that the chain has already, at another place.
+    // A rule that the chain already has at another position.
     (
         "add rule inet dunlin output fib daddr type local return",
         false,
@@ -367,7 +367,8 @@ fn a_changed_configuration_is_noticed_until_it_is_applied() {
     assert_ne!(net.show(&net.a, 0)["digest"], digest);
     net.configure("listen = 1\n");
     assert_eq!(net.show(&net.a, 1)["state"], "different");
-    // A name without an address says nothing about the rules in force.
+    // Because a name in the configuration has no address, `show` cannot compare the rules with the
+    // configuration, and does not call them different.
     net.configure(&net.usual().replace("49215", "49214"));
     net.apply(&net.a);
     let more = "peers = { \"no-such-name.invalid\" = \"x.test\", ";
@@ -392,7 +393,7 @@ fn watch_writes_each_change_to_its_file() {
     };
     let first = wait("applied");
     assert_eq!(first["digest"], net.show(&net.a, 0)["digest"]);
-    // The tunnel's user may read it.
+    // The tunnel's user may read the file.
     assert_eq!(
         fs::metadata(&file).unwrap().permissions().mode() & 0o777,
         0o644
@@ -559,7 +560,7 @@ fn an_error_names_what_the_host_lacks() {
     assert_eq!(net.show(&net.a, 1)["state"], "missing");
 }
 
-/// A search path that begins with an nft which runs `script` before the real one.
+/// A search path in which the first `nft` is a script that runs `script` and then the real `nft`.
 fn fake_nft(net: &Net, script: &str) -> String {
     let program = net.scratch.join("nft");
     let path = std::env::var("PATH").unwrap();

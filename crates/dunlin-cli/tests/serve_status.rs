@@ -126,7 +126,7 @@ fn history(control: &Path, flags: &str) -> Done {
     finish(command)
 }
 
-/// The history is that of processes which may be compromised: no text of it controls a terminal.
+/// Processes that may be compromised write the history, so its texts are escaped for a terminal.
 #[test]
 fn i7_the_history_is_listed_from_the_oldest_on_and_escaped() {
     let scratch = Scratch::new();
@@ -157,7 +157,7 @@ fn i7_the_history_is_listed_from_the_oldest_on_and_escaped() {
     for text in [&listed.out, &people.out] {
         assert!(!text.contains(['\u{1b}', '\u{9b}']), "{text:?}");
     }
-    // Counters begin when the process that serves them starts.
+    // The counters do not include migrations that ended before `serve-status` was started.
     let page = Page::start(scratch.path());
     assert_eq!(page.status()["history"].as_array().unwrap().len(), 3);
     let metrics = page.get("/metrics");
@@ -321,7 +321,7 @@ fn a_tunnel_is_shown_with_its_lanes_and_certificates() {
     // The certificates of these tests are valid for a day.
     assert!((80_000.0..90_000.0).contains(&left), "{left}");
 
-    // A tunnel that lost its peer counts the lanes.
+    // A tunnel that has lost its peer counts the lost lanes.
     drop((near, far));
     kill(scene.far.child.id(), "KILL");
     page.wait_for("lost lanes", |status| {
@@ -425,7 +425,7 @@ fn i7_an_endless_or_malformed_status_is_not_shown() {
         r#"{"event":"done"}"#,
         r#"{"event":"tunnel"}"#,
     ];
-    // It would be valid without the spaces.
+    // Without the spaces, this text would be valid.
     let long = migrating(0) + &" ".repeat(9 << 20);
     let _fakes = Fakes::start(scratch.path(), texts.len() + 1, |number| {
         texts

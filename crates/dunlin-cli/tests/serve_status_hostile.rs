@@ -22,7 +22,7 @@ const PLACES: usize = 32;
 /// How long a client may take to read an answer, and to send a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const REQUEST_LIMIT: Duration = Duration::from_secs(3);
-/// What a loaded machine may add.
+/// The additional time that a busy host may need.
 const MARGIN: Duration = Duration::from_secs(10);
 
 /// A client that asks for a long answer, of which it never reads more than the first byte.
@@ -47,7 +47,7 @@ fn i7_clients_that_never_read_lose_their_places_after_a_time() {
     let began = Instant::now();
     let mut never_read: Vec<_> = (0..PLACES).map(|_| stuck(&page)).collect();
     let get = |path: &str| page.send(request("GET", path, "localhost").as_bytes()).0;
-    // All places are taken, and a further client gets that answer at once.
+    // All places are taken, so a further client gets the answer 503 at once.
     let asked = Instant::now();
     assert_eq!(get("/"), 503);
     assert!(asked.elapsed() < ANSWER_LIMIT / 2, "{:?}", asked.elapsed());
@@ -57,11 +57,11 @@ fn i7_clients_that_never_read_lose_their_places_after_a_time() {
         thread::sleep(Duration::from_millis(200));
     }
     assert!(began.elapsed() > ANSWER_LIMIT / 2, "{:?}", began.elapsed());
-    // The answer to the first of them has ended early.
+    // The first client that never read has lost its connection before the end of its answer.
     let mut rest = Vec::new();
     let _ = never_read[0].read_to_end(&mut rest);
     assert!(rest.len() < whole, "{} of {whole}", rest.len());
-    // All have shared one answer.
+    // The clients have shared one copy of the answer, so the process needed little memory.
     let status = fs::read_to_string(format!("/proc/{}/status", page.process.child.id())).unwrap();
     let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kib: u64 = most
@@ -163,10 +163,10 @@ fn i8_a_flooded_status_socket_costs_its_process_little_and_delays_no_migration()
             "{count} answers in {took:?}, {:.2} % of a CPU",
             share * 100.0
         );
-        // One in 10 ms, and those that were waiting.
+        // At most one answer per 10 ms, and the answers to clients that were already waiting.
         let most = took.as_millis() as u64 / 10 + 20;
         assert!((20..=most).contains(&count), "{count} in {took:?}");
-        // This build is not optimised.
+        // The limit is high, because this build is not optimised.
         assert!(share < 0.2, "{share}");
         migration.wait_for("moved");
         stop.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! The status page: in Chromium without a window, which only the soak has, and without a browser.
+//! The status page: in headless Chromium (only in the soak), and without a browser.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/status.rs"]
@@ -172,7 +172,7 @@ fn i8_a_browser_shows_the_most_urgent_of_a_thousand_migrations() {
     }
 }
 
-/// What a browser needs to find in the page, without a browser.
+/// Checks, without a browser, that the page contains what a browser needs.
 #[test]
 fn the_page_is_one_file_with_text_for_every_part() {
     let scratch = Scratch::new();

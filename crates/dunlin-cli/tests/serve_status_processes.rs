@@ -109,8 +109,8 @@ fn the_segments_that_a_lane_of_a_vm_sends_again_are_counted() {
     migration.wait_for("moved");
 }
 
-/// The days that are left of the certificate of a process that waits for a VM, and after the
-/// process has loaded another certificate.
+/// The status has the days until the certificate of a process that waits for a VM expires, also
+/// after the process has loaded another certificate.
 #[test]
 fn a_process_that_waits_for_a_vm_reports_when_its_identity_expires() {
     let hosts = Hosts::new();
@@ -131,7 +131,7 @@ fn a_process_that_waits_for_a_vm_reports_when_its_identity_expires() {
     destination.signal("HUP");
     wait_for_days(&page, of, 7.0);
 
-    // The process has the VM's name after the arrival.
+    // After the VM has arrived, the process has the VM's name.
     let source = hosts.run("from", "--guest process --memory 64M --fill-size 8M");
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test");
     migration.wait_for("moved");
@@ -160,12 +160,13 @@ fn a_hand_off_reports_what_became_of_its_clients_and_when_its_identity_expires()
     page.wait_for("a refused client", |status| {
         status["handoffs"][0]["refused"]["malformed"] == 1
     });
-    // A client of another name is forwarded.
+    // A client that asks for another name is forwarded.
     let _other = scene.client(at, "other.test", "");
     page.wait_for("a forwarded client", |status| {
         status["handoffs"][0]["forwarded"] == 1
     });
-    // A client of the hand-off name is handed over, or refused by a kernel without TLS.
+    // A client that asks for the hand-off's name is handed over, or is refused if the kernel has no
+    // TLS.
     let mut own = scene.client(at, "own.test", "");
     scene.delivers(&accept, &mut own);
     let (counter, key) = match kernel_has_tls() {

@@ -56,7 +56,7 @@ impl Memory {
         let mut command = words(line);
         command.arg("--state-dir").arg(&self.directory);
         if line.starts_with("status") {
-            // Exclude this machine's own VMs and tunnels from the status.
+            // Exclude this host's own VMs and tunnels from the status.
             command.arg("--control").arg(&self.control);
         }
         finish(command)
@@ -337,8 +337,8 @@ fn in_doubt_after(
     (from, (proxy, direct))
 }
 
-/// Another process has a VM with the same UUID in doubt. It releases its record for a moment when
-/// its migration ends, before it takes it again.
+/// Another process has a VM with the same UUID in doubt. When the migration of that process ends,
+/// the process releases its record for a moment, and then takes the record again.
 #[test]
 fn i1_a_process_takes_no_record_of_another_process_with_the_same_uuid() {
     const OTHER: u8 = 7;

@@ -111,7 +111,7 @@ fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
         let mut command = words(line);
         command.arg("--state-dir").arg(hosts.scratch.join("state"));
         if line.starts_with("status") {
-            // Exclude this machine's own VMs and tunnels from the status.
+            // Exclude this host's own VMs and tunnels from the status.
             command.arg("--control").arg(hosts.scratch.join("none"));
         }
         finish(command)

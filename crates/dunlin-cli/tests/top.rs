@@ -198,7 +198,7 @@ fn i2_a_migration_cancelled_from_the_screen_leaves_the_vm_at_the_source() {
     top.wait_for("limit of VM vm to ");
     assert_eq!(hosts.status(&here)["migration"]["rate"], 2 * MIB);
     top.press("\r");
-    // The rate of a lane is that between two readings.
+    // A lane's rate is computed from two readings, so it appears after the second one.
     top.wait_until("rate of a lane", |screen| {
         let lanes = screen
             .lines
@@ -240,7 +240,8 @@ fn without_a_terminal_top_fails_and_names_status() {
     assert!(terminal.is_restored());
 }
 
-/// `dunlin cancel`, which waits for the process of `here`, and fails: the VM does not migrate.
+/// The command `dunlin cancel`, which waits for the process `here` and then fails, because the
+/// process migrates no VM.
 fn slow_cancel(hosts: &Hosts, here: &Process) -> Command {
     let mut command = words("cancel --vm");
     command.arg(here.control.join("vm.sock"));

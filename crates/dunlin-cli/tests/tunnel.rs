@@ -26,7 +26,7 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
 }
 
 /// One line of the log says where TLS records are sealed. With the setting `auto` the result
-/// depends on the machine.
+/// depends on the host.
 #[test]
 fn the_log_states_what_seals_records_and_the_configuration_applies() {
     let scene = Scene::new();
@@ -167,7 +167,7 @@ fn a_confined_tunnel_starts_no_programs() {
 }
 
 /// The channels of a trunk outlive the certificate with which the trunk was dialled. New channels
-/// need a renewed one.
+/// need a renewed certificate.
 #[test]
 fn i6_a_certificate_that_expires_opens_no_new_channel_until_it_is_renewed() {
     let hosts = Hosts::new();

@@ -105,7 +105,7 @@ fn cloud_hypervisor_migrates_over_four_connections_through_the_tunnels() {
     );
     all_pages_are_right(&destination);
     let (now, failed_now) = scene.carried(Side::A);
-    // One for the commands, and four for the memory.
+    // One connection for the commands, and four for the memory.
     assert_eq!((now - before, failed_now - failed), (CONNECTIONS + 1, 0));
 }
 
@@ -113,8 +113,8 @@ fn is_ready(line: &str) -> bool {
     matches!(Line::parse(line), Some(Line::Ready { .. }))
 }
 
-/// Waits until the guest has visited all of its pages twice since its next report: each visit checks a
-/// page that it writes to, and one of the others.
+/// Waits for two visits per page of the guest's memory, counted from the guest's next report. Each
+/// visit checks a page that the guest writes to, and one of the other pages.
 fn all_pages_are_right(machine: &CloudHypervisor) {
     let visits = |line: &str| match Line::parse(line) {
         Some(Line::Wrong { page, .. }) => panic!("page {page} is wrong"),

@@ -1,9 +1,9 @@
-//! Two hosts with libvirt, a tunnel and a redirect on each: the usual commands migrate machines
-//! through the tunnels, and if a part is missing, they fail and the machines run on.
+//! Two hosts with libvirt, a tunnel and a redirect on each: the usual commands migrate VMs through
+//! the tunnels, and if a part is missing, they fail and the VMs run on.
 //!
-//! Three sources show the result of each migration: the machine, which checks its own memory;
-//! virsh; and the wire, where every packet between the hosts is counted by port and searched for
-//! the machine's memory.
+//! Three sources show the result of each migration: the VM, which checks its own memory; virsh; and
+//! the wire, where every packet between the hosts is counted by port and searched for the VM's
+//! memory.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -150,7 +150,7 @@ fn every_kind_of_migration_goes_through_the_tunnels() {
     let parallel = |connections: u32| format!("--parallel --parallel-connections {connections}");
     let nova = "--p2p --undefinesource --persistent --migrateuri tcp://TO";
     let mut from = Side::A;
-    // The connections of the memory; the disk has one of its own.
+    // The number of connections for the memory. The disk has a further connection.
     for (flags, connections) in [
         (String::new(), 1),
         ("--p2p".to_owned(), 1),

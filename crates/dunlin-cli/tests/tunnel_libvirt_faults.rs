@@ -35,8 +35,8 @@ fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     };
     let vm = Vm::new("web");
     scene.pair.create(Side::A, &vm).unwrap();
-    // Over one connection: a reset during a parallel migration sometimes crashes QEMU 10.0
-    // (util/yank.c), also without a tunnel.
+    // Migrate over one connection, because a reset during a parallel migration sometimes crashes
+    // QEMU 10.0 (util/yank.c), also without a tunnel.
     for (side, signal) in [(Side::A, "KILL"), (Side::B, "KILL"), (Side::B, "STOP")] {
         let tunnel = scene.tunnels[side as usize].as_ref().unwrap();
         let took = scene.interrupted(Side::A, &vm, SLOW, || tunnel.signal(signal));
@@ -75,7 +75,7 @@ fn peers_are_addresses_of_both_families_and_names() {
         scene.stop(side);
         scene.enable(side, side.other().name(), "");
     }
-    // Three migrations have left the machine on B.
+    // Three migrations have left the VM on B.
     scene.moves(Side::B, &[&vm], "");
     scene.moves(Side::A, &[&vm], "");
 }

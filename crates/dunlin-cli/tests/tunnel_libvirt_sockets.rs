@@ -1,5 +1,5 @@
 //! Two hosts with libvirt and a tunnel on each, and no rules of a packet filter: `dunlin libvirt
-//! migrate` moves machines over unix sockets that `dunlin libvirt enable --sockets` has prepared.
+//! migrate` moves VMs over unix sockets that `dunlin libvirt enable --sockets` has prepared.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -90,7 +90,7 @@ fn listeners(scene: &Scene, side: Side) -> Vec<serde_json::Value> {
     tunnel["listeners"].as_array().unwrap().clone()
 }
 
-/// Migrates machines at the same time. Expects that they arrive, through the tunnels, and that
+/// Migrates VMs at the same time. Expects that they arrive, through the tunnels, and that
 /// their sockets are closed.
 fn moves(scene: &Scene, from: Side, vms: &[&Vm], flags: &str) {
     let wire = scene.count(vms);
@@ -136,7 +136,7 @@ fn without_the_packet_filter_one_command_migrates_a_machine_and_back() {
     }
 
     // Without B's tunnel a migration fails when B's host has refused connections for a second. The
-    // machine stays, and no socket is left.
+    // VM stays, and no socket is left.
     scene.tunnels[Side::B as usize] = None;
     let wire = scene.count(&[&vm]);
     let ended = begin(&scene, Side::A, &vm, "").wait(TIMEOUT).unwrap();
@@ -186,7 +186,7 @@ fn enable_writes_what_libvirt_needs_and_disable_removes_it() {
         "{}",
         shown.out
     );
-    // There is no route to this host.
+    // There is no route to d.example.
     let refused = finish(dunlin(&scene, Side::A, "libvirt migrate web d.example"));
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.err.contains("b.example"), "{}", refused.err);

@@ -69,7 +69,7 @@ impl Scene {
     }
 
     /// Asserts that the near tunnel reads at 80 to 105 percent of `limit`, by its own counters and
-    /// clock. Other processes on the machine may slow it down.
+    /// clock. Other processes on the host may slow it down.
     fn assert_rate(&self, limit: u64) {
         let of = |status: &Value| {
             let bytes = status["routes"][0]["read_bytes"].as_f64().unwrap();

@@ -88,7 +88,7 @@ impl Scene {
             Tunnel::follow(host.enter(&command), file)
         };
         let (near, far) = (start(&a, "a"), start(&b, "b"));
-        // Each tunnel keeps a trunk to the other up, and listens from then on.
+        // A tunnel listens when its trunk to the other tunnel is up.
         // The ports are in the order of the addresses: A and B with IPv4, A and B with IPv6.
         for (host, ports) in [(&a, [1, 3]), (&b, [0, 2])] {
             for more in ports {
@@ -148,7 +148,8 @@ fn nft(host: &Host, rules: &str) {
     assert!(nft.wait().unwrap().success(), "{rules}");
 }
 
-/// Waits until a tunnel on the host listens at a port of loopback, or does not.
+/// Waits until a tunnel on the host listens at a port of loopback or, if `expected` is false, until
+/// none does.
 fn wait_for_listener(host: &Host, port: u16, expected: bool) {
     let wanted = format!("127.0.0.1:{port} ");
     let until = Instant::now() + TIMEOUT;
@@ -200,7 +201,7 @@ fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() 
         client.read_exact(&mut here).unwrap();
         assert_eq!((&there, &here), (b"to B", b"to A"));
     }
-    // The other direction, by the same configuration.
+    // The other direction, with the same configuration.
     let listener = scene
         .a
         .run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, PORT)));

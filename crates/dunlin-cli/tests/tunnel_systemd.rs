@@ -338,8 +338,8 @@ fn the_drop_ins_of_the_pages_are_valid() {
     }
 }
 
-/// With `ProcSubset=pid` the tunnel could not read which ciphers the kernel has. It could not rate
-/// the kernel's TLS, and would not use it.
+/// With `ProcSubset=pid` the tunnel could not read which ciphers the kernel has. It could not find
+/// out whether the kernel's TLS is fast, and would not use it.
 #[test]
 fn k11_the_service_may_read_which_ciphers_the_kernel_has() {
     let text = Units::new().text("dunlin-tunnel.service");

@@ -425,8 +425,8 @@ fn poke(pid: u32, memory_bytes: u64) {
     memory.unwrap().write_all_at(&[7], address).unwrap();
 }
 
-/// Changes a page at the destination that the migration never writes, because the page is zero at
-/// the source, or the same page at the source, without a record in the dirty log.
+/// Makes one page differ, in two ways: at the destination, where the migration does not write the
+/// page, because it is zero at the source; and at the source, without a record in the dirty log.
 #[test]
 fn i3_the_demo_fails_if_the_memories_differ() {
     let Some(_turn) = kvm() else { return };

@@ -61,8 +61,9 @@ fn cpu(process: &Process) -> Duration {
     Duration::from_millis(10 * ticks)
 }
 
-/// Migrates repeatedly until the VM moves, and allows the process `short` one more descriptor each
-/// time. So the uses of descriptors fail one after another. Returns the number of failures.
+/// Migrates repeatedly until the VM moves. `short` is the process that lacks descriptors: it gets
+/// one more for each attempt, so its uses of descriptors fail one after another. Returns the number
+/// of failures.
 fn one_more_each_time(
     hosts: &Hosts,
     source: &Process,
@@ -75,8 +76,8 @@ fn one_more_each_time(
         "peer"
     };
     let mut failures = 0;
-    // With fewer, the process cannot answer requests at all: two of its threads wait in accept(2),
-    // which reserves a descriptor for each.
+    // With fewer than four, the process cannot answer requests at all: two of its threads wait in
+    // accept(2), which reserves a descriptor for each.
     for more in 4.. {
         assert!(more < 40, "the VM never moves");
         allow(short, more)?;

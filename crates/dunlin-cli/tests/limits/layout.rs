@@ -134,7 +134,7 @@ fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_reported_on_both
     );
 }
 
-/// Builds machines that are larger than the source's.
+/// Builds VMs with more memory than the source's.
 struct Larger;
 
 impl Builder for Larger {

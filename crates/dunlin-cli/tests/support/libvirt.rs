@@ -1,5 +1,5 @@
-//! Two hosts with libvirt, the configuration of a tunnel with a redirect on each, and what must hold for
-//! a migration: virsh, the machine, the tunnel and the wire agree.
+//! Two hosts with libvirt, each with the configuration of a tunnel with a redirect. Checks of a
+//! migration's outcome by virsh's answer, the VM, the tunnel's status and the traffic on the wire.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, HashSet};
@@ -24,7 +24,7 @@ pub const TUNNEL_PORT: u16 = 18300;
 pub const REDIRECT_PORT: u16 = 18301;
 
 /// How long virsh may take to fail if a part is missing. It usually takes one second, most of which
-/// is the start of QEMU on the target, and longer on a busy machine.
+/// is the start of QEMU on the target, and more on a busy host.
 pub const FAST: Duration = Duration::from_secs(5);
 
 /// Two hosts with libvirt, and the configurations of their tunnels.
@@ -96,8 +96,8 @@ impl Scene {
         fs::write(self.config(side), text).unwrap();
     }
 
-    /// Kills the tunnel of a host. Waits until the other tunnel refuses redirected connections: for
-    /// a second it tries to reach the peer again, and accepts them.
+    /// Kills the tunnel of a host. Waits until the other tunnel refuses redirected connections: it
+    /// accepts them for a second, while it tries to reach the peer again.
     pub fn stop(&mut self, side: Side) {
         self.tunnels[side as usize] = None;
         if self.tunnels[side.other() as usize].is_some() {
@@ -194,8 +194,8 @@ impl Scene {
         }
     }
 
-    /// Migrates machines at the same time. Expects that they arrive, and that all of it went through
-    /// the tunnels. Returns the number of connections.
+    /// Migrates VMs at the same time. Expects that they arrive, and that all their traffic went
+    /// through the tunnels. Returns the number of connections.
     pub fn moves(&self, from: Side, vms: &[&Vm], flags: &str) -> u64 {
         let (carried, failed) = self.carried(from);
         let before: Vec<u64> = vms
@@ -224,8 +224,8 @@ impl Scene {
         now - carried
     }
 
-    /// Expects that a migration fails at once, that the machine runs on, and that none of its memory
-    /// was sent in the clear. Returns the number of connections that were tried, by port.
+    /// Expects that a migration fails at once, that the VM runs on, and that none of its memory was
+    /// sent in the clear. Returns the number of connections that were tried, by port.
     pub fn fails(&self, from: Side, vm: &Vm, flags: &str) -> BTreeMap<u16, u64> {
         let wire = self.count(&[vm]);
         let ended = self.begin(from, vm, flags).wait(TIMEOUT).unwrap();
@@ -239,9 +239,9 @@ impl Scene {
         traffic.tried
     }
 
-    /// Begins a migration, and lets `end` end it when it has sent some memory. Expects that it fails,
-    /// that none of the memory was sent in the clear, and that the machine runs on. Returns how long
-    /// it took to fail.
+    /// Begins a migration, and lets `end` end it when it has sent some memory. Expects that it
+    /// fails, that none of the memory was sent in the clear, and that the VM runs on. Returns how
+    /// long it took to fail.
     pub fn interrupted(&self, from: Side, vm: &Vm, flags: &str, end: impl FnOnce()) -> Duration {
         let wire = self.count(&[vm]);
         let running = self.begin(from, vm, flags);
@@ -257,7 +257,7 @@ impl Scene {
         took
     }
 
-    /// Waits until some of a machine's memory was sent.
+    /// Waits until some of a VM's memory was sent.
     fn wait_sent(&self, side: Side, vm: &Vm) {
         let deadline = Instant::now() + TIMEOUT;
         let job = format!("domjobinfo --rawstats {}", vm.name);
@@ -274,7 +274,7 @@ impl Scene {
         }
     }
 
-    /// Expects that the machine runs on this host and only there, and that its memory is intact.
+    /// Expects that the VM runs on this host and only there, and that its memory is intact.
     pub fn runs_on(&self, side: Side, vm: &Vm) {
         let state = self.pair.state(side, vm).unwrap().unwrap_or_default();
         assert!(state.starts_with("running"), "{state}");
@@ -290,7 +290,7 @@ impl Scene {
     }
 }
 
-/// Expects nothing of a machine's memory in the clear, and no payload on the toolstack's ports.
+/// Expects that no memory of a VM was in the clear, and no payload on the toolstack's ports.
 pub fn assert_no_clear(traffic: &Traffic) {
     assert!(traffic.found.is_empty(), "{traffic:?}");
     let allowed = [TUNNEL_PORT, CONTROL_PORT];
@@ -302,7 +302,7 @@ pub fn assert_no_clear(traffic: &Traffic) {
     assert_eq!(traffic.others, 0, "{traffic:?}");
 }
 
-/// Expects the machines' memory on the tunnel's port, and nothing in the clear.
+/// Expects that the VMs' memory was on the tunnel's port, and nothing in the clear.
 pub fn assert_tunnelled(traffic: &Traffic, vms: &[&Vm]) {
     assert_no_clear(traffic);
     // The guests' pages cannot be compressed.

@@ -26,7 +26,8 @@ pub const PORT: u16 = 49152;
 pub const SERVICE: u16 = 22000;
 /// The first port of the listeners for redirected connections.
 pub const REDIRECT: u16 = 18301;
-/// A user with redirected connections, besides root, and one with rejected ones.
+/// Two users: the rules redirect the connections of `MEMBER` and of root, and reject those of
+/// `STRANGER`.
 pub const MEMBER: u32 = 4242;
 pub const STRANGER: u32 = 4243;
 pub const ROOT: u32 = 0;
@@ -44,7 +45,7 @@ pub struct Net {
 }
 
 impl Net {
-    /// `None` if the machine cannot create hosts.
+    /// `None` if this system cannot create the three hosts.
     pub fn new() -> Option<Self> {
         if !need::hosts() {
             return None;
@@ -158,7 +159,7 @@ pub fn seen(host: &Host) -> u64 {
     packets.next().unwrap()
 }
 
-/// Listens on an address; on one of IPv6, for IPv6 only.
+/// Listens on an address. A listener on an IPv6 address does not accept IPv4 connections.
 pub fn listen(host: &Host, at: impl Into<SocketAddr>) -> TcpListener {
     let at = at.into();
     let open = || -> io::Result<OwnedFd> {

@@ -27,7 +27,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// Serves the processes below `control`.
+    /// Serves the status of the processes below `control`.
     pub fn start(control: &Path) -> Self {
         let socket = control.join("http.sock");
         let mut command = words("serve-status --confine yes --control");
@@ -53,7 +53,7 @@ impl Page {
         answer(self.connect(), bytes)
     }
 
-    /// The body of a path.
+    /// The body of the answer for a path.
     pub fn get(&self, path: &str) -> String {
         let (code, body) = self.send(request("GET", path, "localhost").as_bytes());
         assert_eq!(code, 200, "{path}: {body}");
@@ -64,7 +64,7 @@ impl Page {
         serde_json::from_str(&self.get("/status.json")).unwrap()
     }
 
-    /// Waits until the status fits; returns it.
+    /// Waits until `fits` accepts the status; returns the status.
     pub fn wait_for(&self, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
         let until = Instant::now() + LIMIT;
         loop {
@@ -110,10 +110,10 @@ pub fn answer(mut stream: impl Stream, bytes: &[u8]) -> (u16, String) {
     (code, body.to_owned())
 }
 
-/// Processes that never were: each writes `text` to every client of its status socket.
+/// Simulated processes: each writes `text` to every client of its status socket.
 pub struct Fakes {
     stop: Arc<AtomicBool>,
-    /// How often clients have asked them.
+    /// The number of clients that have connected to the status sockets.
     pub asked: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }

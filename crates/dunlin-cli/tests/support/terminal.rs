@@ -112,7 +112,7 @@ impl Terminal {
         resize(&self.keys, rows, columns);
     }
 
-    /// Waits until the screen fits.
+    /// Waits until `fits` accepts the screen; returns the screen.
     pub fn wait_until(&self, what: &str, fits: impl Fn(&Screen) -> bool) -> Screen {
         let until = Instant::now() + TIMEOUT;
         let mut screen: MutexGuard<'_, Screen> = self.state.0.lock().unwrap();
