@@ -115,7 +115,7 @@ fn i7_an_authorised_peer_reaches_no_port_outside_the_range() {
     assert_eq!(outside.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
-/// Waits until a program listens at the port, or none does.
+/// Waits until a program listens at the port or, if `expected` is false, until none does.
 fn wait_until_listening(port: u16, expected: bool) {
     let until = Instant::now() + TIMEOUT;
     let listens = || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok();
