@@ -1,7 +1,7 @@
 //! Debian's systemd in namespaces of the virtual machine, with the units in `dist/systemd`.
 //!
-//! The manager is process 1 of its own process and control group namespaces. The folders that change
-//! are file systems of the test.
+//! The manager is process 1 of its own process and control group namespaces. The folders in which
+//! the test changes files are copies on file systems of their own.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// The control group of the manager.
 const GROUP: &str = "/sys/fs/cgroup/systemd-of-the-test";
 
-/// The folders that change.
+/// The folders in which the test changes files.
 const REPLACED: [&str; 6] = [
     "/etc",
     "/run",
@@ -27,7 +27,7 @@ const REPLACED: [&str; 6] = [
     "/usr/lib/tmpfiles.d",
 ];
 
-/// The units, and the files that are installed with them, where the Debian package has them.
+/// The units, and the files that are installed with them, each with its path in the Debian package.
 const SHIPPED: [(&str, &str); 6] = [
     (
         "/usr/lib/systemd/system/dunlin-tunnel.service",
@@ -58,8 +58,8 @@ const SHIPPED: [(&str, &str); 6] = [
 /// The script that dpkg runs after it has unpacked the package.
 const POSTINST: &str = include_str!("../../../dist/debian/postinst");
 
-/// Units of Debian that the test does not need, because the machine is running. An emulated processor
-/// takes seconds for them.
+/// Units of Debian that the test does not need, because the machine has already booted. On an
+/// emulated processor they would take seconds.
 const MASKED: [&str; 21] = [
     "dev-hugepages.mount",
     "dev-mqueue.mount",
@@ -108,7 +108,7 @@ impl Status {
         line.trim_start_matches(':').split_whitespace().collect()
     }
 
-    /// Whether all of the process's sets of capabilities are these bits, or a subset.
+    /// Whether each of the process's capability sets contains only these bits, or fewer.
     ///
     /// # Panics
     /// See [`Status::field`].
@@ -153,8 +153,9 @@ impl Manager {
         prepare();
         guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
         fs::create_dir(GROUP).expect("the control group is new");
-        // Only process 1 enters the control group, because a group with processes of its own has no
-        // subgroups with controllers. busybox's unshare has no namespaces of control groups.
+        // Only process 1 enters the control group, because a group with processes of its own cannot
+        // have subgroups with controllers. This uses util-linux's unshare, because busybox's cannot
+        // create a control group namespace.
         let script = format!(
             "echo 0 >{GROUP}/cgroup.procs; exec /usr/bin/unshare --cgroup sh -c 'umount \
              /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec /usr/lib/systemd/systemd \

@@ -108,9 +108,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// One of the two processes dies before one of its changes, at first an early change and in each
-/// further round a later one, while it installs, renews or removes SAs. After each death, the
-/// clean-up on each host removes the policies and SAs of the session, and no others.
+/// In each round, one of the two processes dies before one of its changes, while it installs,
+/// renews or removes SAs. Each round chooses a later change than the previous round. After each
+/// death, the clean-up on each host removes the policies and SAs of the session, and no others.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);

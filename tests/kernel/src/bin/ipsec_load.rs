@@ -354,8 +354,8 @@ impl Scene<'_> {
     }
 }
 
-/// Returns how often each connection of `host` in `state` to `at` has retransmitted its oldest
-/// segment (proc_net_tcp(5)).
+/// Returns, for each connection of `host` in `state` to `at`, the number of times that it has
+/// retransmitted its oldest segment (proc_net_tcp(5)).
 fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
     let (_, port) = at.rsplit_once(':').expect("an address and a port");
     let port: u16 = port.parse().expect("a number");

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
 }
 
 /// Tests `dunlin bench lanes --security ipsec` with one SA, one SA for each CPU, and one SA for
-/// each lane. Does not check the measured figures, which are meaningless in this machine.
+/// each lane. Does not check the measured figures, which are meaningless in an emulated machine.
 fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2 --json";
     let at = |host: &str, more: &str| {

@@ -53,7 +53,7 @@ fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
         .expect("the output is text");
     assert!(said.contains("alert internal error"), "{said}");
     let _ = accept.says("fault=control-lost name=own");
-    // `accept` connected to the consumer of its sockets and sent nothing.
+    // `dunlin handoff accept` connected to the consumer of its sockets and sent nothing.
     let mut line = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut line).expect("the stream ends");

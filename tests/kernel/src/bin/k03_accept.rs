@@ -214,7 +214,7 @@ fn a_client_that_ends_before_the_keys_is_refused(
     wait_for_socket(accept.port, |state, _| state == CLOSE_WAIT);
     empty_queue(queue, consumer);
     let _ = accept.says("fault=control-lost name=own");
-    // `accept` connected to the consumer and sent nothing.
+    // `dunlin handoff accept` connected to the consumer and sent nothing.
     let mut passed = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut passed).expect("the stream ends");

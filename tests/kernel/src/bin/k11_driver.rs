@@ -98,8 +98,8 @@ impl Driver {
     }
 }
 
-/// Returns the implementation that two sockets with keys in the kernel use. Its reference count has
-/// grown. Also checks that the sockets work.
+/// Returns the implementation that two sockets with keys in the kernel use: it is the one with a
+/// reference count that has grown. Also checks that the sockets work.
 fn chosen() -> Driver {
     let before = drivers();
     let (mut near, mut far) = kernels();

@@ -14,8 +14,8 @@ use dunlin_kernel_tests::systemd::{Manager, write};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use serde_json::Value;
 
-// No other test has three processors, and so none shares the boot: the packages replace commands of
-// busybox.
+// Tests with the same number of CPUs share a boot of the machine. No other test has three CPUs, so
+// this test has a boot to itself, which it needs because its packages replace commands of busybox.
 const NEEDS: Needs = Needs {
     cpus: 3,
     packages: &["systemd", "util-linux", "nftables", "iproute2"],
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
 
         manager.systemctl(&["start", "dunlin-tunnel-ram.socket", TUNNEL]);
         the_tunnel_is_no_root(&manager);
-        // The service leaves the sockets of socket units to their owner.
+        // The service does not change the owner of a socket that a socket unit has created.
         assert_eq!(owner("/run/dunlin/ram.sock"), [HYPERVISOR; 2]);
         let [_, group] = owner("/run/dunlin/group.sock");
         assert_eq!(
@@ -225,7 +225,8 @@ fn the_tunnel_is_no_root(manager: &Manager) {
     }
 }
 
-/// The package's script restarts nothing, and names what runs the version before.
+/// The package's script restarts nothing. It prints how to restart the services that still run the
+/// earlier version.
 fn an_upgrade_leaves_the_tunnel_alone(manager: &Manager) {
     let process = manager.show(TUNNEL, "MainPID");
     let said = manager.upgrade("0.1~0");
@@ -233,9 +234,10 @@ fn an_upgrade_leaves_the_tunnel_alone(manager: &Manager) {
     assert_eq!(manager.show(TUNNEL, "MainPID"), process);
 }
 
-/// On a host with the package alone, and with a qemu.conf: `dunlin init`, then `dunlin libvirt enable`.
-/// A connection to the toolstack's ports of the peer then goes through the tunnel, which runs without
-/// root and reads the certificates that `enable` has installed. `disable` leaves only these.
+/// Runs `dunlin init` and then `dunlin libvirt enable` on a host that has only the package and a
+/// qemu.conf. A connection to the toolstack's ports of the peer then goes through the tunnel, which
+/// runs without root and reads the certificates that `enable` has installed. `disable` leaves only
+/// these certificates.
 fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     forget(guest, manager);
     connect(guest);
@@ -302,7 +304,7 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     );
 }
 
-/// Removes what the parts of the test before have configured.
+/// Removes what the earlier parts of the test have configured.
 fn forget(guest: &Guest, manager: &Manager) {
     manager.systemctl(&["stop", "dunlin-tunnel-ram.socket", TUNNEL]);
     guest.command("dunlin", &["redirect", "remove"]);

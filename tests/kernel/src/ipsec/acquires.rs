@@ -24,7 +24,7 @@ const CPU_ACQUIRE: u8 = 4;
 /// Errors from socket(2) and from the kernel.
 ///
 /// # Panics
-/// The policy's action is not to protect packets, or the policy is not outbound.
+/// The policy does not require an SA, or is not outbound.
 pub fn add_acquiring_policy(policy: &Policy) -> io::Result<()> {
     let Action::Protect { reqid, from, to } = policy.action else {
         panic!("the policy protects");
