@@ -284,7 +284,7 @@ pub(super) fn send_accept(
     let mut bytes = Vec::new();
     accept
         .encode(1, &mut bytes)
-        .or_failure(FaultCode::Internal, "cannot encode accept")?;
+        .or_failure(FaultCode::Internal, "cannot encode the accept message")?;
     let sent = control.send(&bytes);
     bytes.zeroize();
     Ok(sent?)
@@ -309,7 +309,7 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
             port,
         }),
         _ => {
-            let text = "unexpected message before accept";
+            let text = "the peer sent another message instead of the accept message";
             Err(Failure::new(FaultCode::Malformed, text))
         }
     }

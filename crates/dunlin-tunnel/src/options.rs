@@ -113,7 +113,7 @@ pub enum BadRouteReason {
     #[error("window of {0} bytes out of range ({LEAST_WINDOW_BYTES}–{MAX_WINDOW_BYTES})")]
     Window(u64),
     /// The route names no peers, so any peer with a certificate of the authority could connect.
-    #[error("no peers named: any certificate of the authority would be accepted")]
+    #[error("no peers named: name them, or any certificate of the authority would be accepted")]
     AnyPeer,
     /// The target names no program.
     #[error("target names no program")]
