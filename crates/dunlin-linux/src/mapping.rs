@@ -104,12 +104,29 @@ pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
 /// # Errors
 /// See [`MappingError`].
 pub fn allocate(memory_bytes: u64, backing: Backing) -> Result<TrackedMemory, MappingError> {
+    allocate_at(memory_bytes, &layout(memory_bytes), backing)
+}
+
+/// Like [`allocate`] with [`Backing::Private`], but in one region at address 0. A measurement can
+/// thus use the same offsets for memory of every size.
+///
+/// # Errors
+/// See [`MappingError`].
+pub fn allocate_flat(memory_bytes: u64) -> Result<TrackedMemory, MappingError> {
+    allocate_at(memory_bytes, &[(0, memory_bytes)], Backing::Private)
+}
+
+fn allocate_at(
+    memory_bytes: u64,
+    places: &[(u64, u64)],
+    backing: Backing,
+) -> Result<TrackedMemory, MappingError> {
     if memory_bytes == 0 || !memory_bytes.is_multiple_of(HUGE_PAGE_BYTES) {
         return Err(MappingError::Size(memory_bytes));
     }
-    let regions = layout(memory_bytes)
-        .into_iter()
-        .map(|(start, bytes)| region(start, bytes, backing))
+    let regions = places
+        .iter()
+        .map(|&(start, bytes)| region(start, bytes, backing))
         .collect::<Result<Vec<_>, _>>()?;
     Ok(TrackedMemory::from_regions(regions).expect("the layout is sorted and disjoint"))
 }
@@ -267,6 +284,16 @@ mod tests {
         assert_eq!(layout(1 << 30), [(0, 1 << 30)]);
         assert_eq!(layout(HOLE_START), [(0, HOLE_START)]);
         assert_eq!(layout(5 << 30), [(0, 3 << 30), (4 << 30, 2 << 30)]);
+    }
+
+    #[test]
+    fn flat_memory_has_one_region_even_above_three_gibibytes() {
+        let memory = allocate_flat(5 << 30).unwrap();
+        let regions: Vec<_> = memory
+            .iter()
+            .map(|region| (region.start_addr(), region.len()))
+            .collect();
+        assert_eq!(regions, [(GuestAddress(0), 5 << 30)]);
     }
 
     #[test]

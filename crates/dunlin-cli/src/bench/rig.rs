@@ -19,7 +19,7 @@ use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_linux::affinity::thread_cpu_time;
-use dunlin_linux::mapping::{Backing, advise_huge_pages, allocate};
+use dunlin_linux::mapping::{advise_huge_pages, allocate_flat};
 
 use crate::identity::allowed_peers;
 use crate::process::Scratch;
@@ -123,7 +123,8 @@ impl Rig {
 pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 /// Runs every piece of work on its own thread; returns the time that they took. All threads start
-/// at the same time.
+/// at the same time. The wall time is from the first thread's start to the last thread's end, by
+/// the threads' own clocks: with many threads, this thread may run again long after they started.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {
@@ -133,21 +134,27 @@ pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
                 let barrier = &barrier;
                 scope.spawn(move || {
                     barrier.wait();
-                    let before = thread_cpu_time();
-                    work().map(|()| thread_cpu_time() - before)
+                    let (began, before) = (Instant::now(), thread_cpu_time());
+                    work().map(|()| (began, Instant::now(), thread_cpu_time() - before))
                 })
             })
             .collect();
         barrier.wait();
-        let began = Instant::now();
         let mut cpu = Duration::ZERO;
+        let mut times: Option<(Instant, Instant)> = None;
         for thread in threads {
-            cpu += thread
+            let (began, ended, used) = thread
                 .join()
                 .map_err(|_| anyhow!("a thread of the bench panicked"))??;
+            cpu += used;
+            times = Some(match times {
+                Some((first, last)) => (first.min(began), last.max(ended)),
+                None => (began, ended),
+            });
         }
+        let wall = times.map_or(Duration::ZERO, |(first, last)| last - first);
         Ok(Spent {
-            wall_s: began.elapsed().as_secs_f64(),
+            wall_s: wall.as_secs_f64(),
             cpu_s: cpu.as_secs_f64(),
         })
     })
@@ -237,7 +244,7 @@ pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
 /// Returns memory as a new VM has it: the kernel is advised to use huge pages, and no page is
 /// populated.
 pub(super) fn fresh_memory(bytes: u64) -> Result<MappedMemory> {
-    let memory = allocate(bytes, Backing::Private)?;
+    let memory = allocate_flat(bytes)?;
     advise_huge_pages(&memory);
     Ok(MappedMemory::new(Arc::new(memory), PAGE_BYTES as u32))
 }
