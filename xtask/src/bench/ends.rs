@@ -11,10 +11,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use dunlin_rig::machine::Credentials;
 use dunlin_test_base::Scratch;
 
 /// The time limit for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The name in the certificate of QEMU's destination.
+pub(super) const SERVER: &str = "destination.bench";
 
 /// The transport under measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +38,23 @@ pub(super) enum Variant {
     Relay,
     /// A tunnel in stripe mode with this number of lanes.
     Stripe(u16),
+    /// QEMU's own TLS without a tunnel, for migrations only.
+    QemuTls,
 }
 
 impl Variant {
     /// Whether the variant carries bytes from one host to another, encrypted and
     /// authenticated.
     pub(super) fn is_tunnel(self) -> bool {
-        !matches!(self, Self::Bare | Self::Floor | Self::Pipeline)
+        !matches!(
+            self,
+            Self::Bare | Self::Floor | Self::Pipeline | Self::QemuTls
+        )
+    }
+
+    /// Whether the variant can be measured with this program's own streams.
+    pub(super) fn carries_streams(self) -> bool {
+        self != Self::QemuTls
     }
 
     /// Whether several streams share a connection between the ends, so that a stream that is not
@@ -61,6 +75,7 @@ impl fmt::Display for Variant {
             Self::GoProxy => formatter.write_str("go-proxy"),
             Self::Relay => formatter.write_str("relay"),
             Self::Stripe(lanes) => write!(formatter, "stripe-{lanes}"),
+            Self::QemuTls => formatter.write_str("qemu-tls"),
         }
     }
 }
@@ -78,10 +93,11 @@ impl FromStr for Variant {
             ("openssh", _) => Ok(Self::OpenSsh),
             ("go-proxy", _) => Ok(Self::GoProxy),
             ("relay", _) => Ok(Self::Relay),
+            ("qemu-tls", _) => Ok(Self::QemuTls),
             (_, Some(Ok(lanes @ 1..=128))) => Ok(Self::Stripe(lanes)),
             _ => Err(format!(
                 "unknown variant {text:?} (bare, floor, pipeline, stunnel, openssh, go-proxy, \
-                 relay, stripe-N)"
+                 relay, stripe-N, qemu-tls)"
             )),
         }
     }
@@ -182,6 +198,8 @@ impl Write for &Stream {
 /// State shared by all variants: certificates, and the far hypervisor's listeners.
 pub(super) struct Site {
     pub(super) dunlin: PathBuf,
+    /// The certificates for QEMU's own TLS.
+    pub(super) credentials: Credentials,
     scratch: Scratch,
     unix: UnixListener,
     pub(super) tcp: TcpListener,
@@ -208,6 +226,7 @@ impl Site {
         tcp.set_nonblocking(true)?;
         Ok(Self {
             dunlin,
+            credentials: Credentials::new(SERVER, "source.bench")?,
             scratch,
             unix,
             tcp,
@@ -262,6 +281,7 @@ mod tests {
             "relay",
             "stripe-1",
             "stripe-128",
+            "qemu-tls",
         ] {
             assert_eq!(name.parse::<Variant>().unwrap().to_string(), name);
         }

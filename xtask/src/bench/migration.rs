@@ -1,13 +1,14 @@
 //! QEMU migrates a running guest through a tunnel.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use dunlin_rig::machine::{Machine, Migration, Setup, TIMEOUT, begin, finish};
+use dunlin_rig::machine::{Machine, Migration, QmpError, Setup, TIMEOUT, begin, finish};
 use serde_json::{Value, json};
 
-use super::ends::Site;
+use super::ends::{SERVER, Site, Variant};
 use super::pair::Pair;
 
 /// The duration and downtime of a migration.
@@ -19,15 +20,26 @@ pub(super) struct Moved {
     pub(super) guest_downtime_ms: f64,
 }
 
-/// Migrates a new guest. `channels` is the number of multifd channels, or `None` without multifd;
-/// `downtime_limit` is the limit on the downtime that QEMU predicts.
+/// The limits of a migration.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    /// The limit on the downtime that QEMU predicts.
+    pub(super) downtime: Duration,
+    /// The time after which a migration whose guest still runs at the source counts as one that
+    /// does not converge.
+    pub(super) migration: Duration,
+}
+
+/// Migrates a new guest. `channels` is the number of multifd channels, or `None` without multifd.
+///
+/// Returns `None` if the guest still runs at the source after `limits.migration`.
 pub(super) fn migrate(
     site: &Site,
     pair: &Pair,
     setup: &Setup,
     channels: Option<u8>,
-    downtime_limit: Duration,
-) -> Result<Moved> {
+    limits: Limits,
+) -> Result<Option<Moved>> {
     // A previous QEMU may have left its socket behind.
     let _ = fs::remove_file(site.qemu());
     let mut source = Machine::start(setup, None)?;
@@ -38,20 +50,32 @@ pub(super) fn migrate(
         &format!("unix:{}", site.qemu().display()),
     );
     migration.multifd = channels;
-    migration.downtime_limit = downtime_limit;
-    watch(&mut source, &mut destination, &migration).with_context(|| {
+    migration.downtime_limit = limits.downtime;
+    if pair.variant == Variant::QemuTls {
+        migration.tls = Some((site.credentials.folder(), SERVER.to_owned()));
+    }
+    let moved = watch(&mut source, &mut destination, &migration, limits.migration);
+    moved.with_context(|| {
         let (source, destination) = (source.messages(), destination.messages());
         let variant = pair.variant;
         format!("through {variant}; the source says {source:?}, the destination {destination:?}")
     })
 }
 
-fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration) -> Result<Moved> {
+fn watch(
+    source: &mut Machine,
+    destination: &mut Machine,
+    migration: &Migration,
+    limit: Duration,
+) -> Result<Option<Moved>> {
     begin(source, destination, migration)?;
     // Resume the guest as soon as it has arrived.
     destination.qmp().execute("cont", json!({}))?;
     let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
-    let stopped = source.qmp().wait_event(TIMEOUT, is("STOP"))?;
+    let stopped = match source.qmp().wait_event(limit, is("STOP")) {
+        Err(QmpError::Socket(_, error)) if error.kind() == ErrorKind::TimedOut => return Ok(None),
+        stopped => stopped?,
+    };
     let resumed = destination.qmp().wait_event(TIMEOUT, is("RESUME"))?;
     finish(source, "source")?;
     finish(destination, "destination")?;
@@ -59,11 +83,11 @@ fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration)
     let said = source.qmp().execute("query-migrate", json!({}))?;
     let number = |name: &str| said[name].as_f64().unwrap_or_default();
     let pause = at(&resumed)?.saturating_sub(at(&stopped)?);
-    Ok(Moved {
+    Ok(Some(Moved {
         total_s: number("total-time") / 1e3,
         downtime_ms: number("downtime"),
         guest_downtime_ms: pause.as_secs_f64() * 1e3,
-    })
+    }))
 }
 
 /// The time of an event according to this host's clock.

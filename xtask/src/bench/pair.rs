@@ -105,7 +105,7 @@ impl Pair {
             qemu: site.path(&format!("qemu-in-{variant}")),
         };
         match variant {
-            Variant::Bare => {
+            Variant::Bare | Variant::QemuTls => {
                 pair.unix = site.path("out");
                 pair.tcp = site.tcp.local_addr()?;
                 pair.qemu = site.qemu();

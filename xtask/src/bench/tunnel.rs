@@ -19,8 +19,9 @@ use dunlin_rig::machine::{Accelerator, Setup};
 
 use super::ends::{Ends, Site, Variant};
 use super::load::{self, Moved};
+use super::migration::{self, Limits};
 use super::pair::Pair;
-use super::{migration, program, turns};
+use super::{program, turns};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
@@ -37,14 +38,20 @@ pub struct TunnelOptions {
     /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
-    /// QEMU's downtime limit: it switches over once it predicts no more than this downtime.
-    #[arg(long, value_name = "MS", default_value_t = 300)]
-    downtime_limit: u32,
-    /// Variants to measure: bare, floor, pipeline, stunnel, openssh, go-proxy, relay, stripe-N.
+    /// QEMU's downtime limits, each measured in every round: QEMU switches over once it predicts
+    /// no more than this downtime.
+    #[arg(long, value_name = "MS", value_delimiter = ',', default_value = "300")]
+    downtime_limit: Vec<u32>,
+    /// If QEMU's guest still runs at the source after this many seconds, the migration is ended and
+    /// counts as one that does not converge.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    migration_limit: u32,
+    /// Variants to measure: bare, floor, pipeline, stunnel, openssh, go-proxy, relay, stripe-N, and
+    /// qemu-tls, which is QEMU's own TLS without a tunnel.
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "bare,floor,pipeline,stunnel,openssh,go-proxy,relay,stripe-1,stripe-2,stripe-4"
+        default_value = "bare,floor,pipeline,stunnel,openssh,go-proxy,relay,stripe-1,stripe-2,stripe-4,qemu-tls"
     )]
     variants: Vec<Variant>,
     /// A built dunlin to measure, instead of a release build of this tree.
@@ -90,6 +97,7 @@ enum Turn<'a> {
     Qemu {
         pair: &'a Pair,
         channels: Option<u8>,
+        downtime_limit: u32,
     },
 }
 
@@ -99,10 +107,17 @@ impl fmt::Display for Turn<'_> {
             Self::Bulk { ends, streams } => write!(out, "{} ends, streams: {streams}", ends.name()),
             Self::PingPong { bytes } => write!(out, "round trips, bytes: {bytes}"),
             Self::Stalled(pair) => write!(out, "{}, stalled channel", pair.variant),
-            Self::Qemu { pair, channels } => match channels {
-                None => write!(out, "{}, QEMU", pair.variant),
-                Some(channels) => write!(out, "{}, QEMU, multifd: {channels}", pair.variant),
-            },
+            Self::Qemu {
+                pair,
+                channels,
+                downtime_limit,
+            } => {
+                write!(out, "{}, QEMU, {downtime_limit} ms", pair.variant)?;
+                match channels {
+                    None => Ok(()),
+                    Some(channels) => write!(out, ", multifd: {channels}"),
+                }
+            }
         }
     }
 }
@@ -137,7 +152,13 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     turns.extend(shared.map(Turn::Stalled));
     if qemu.is_some() {
         for channels in CHANNELS {
-            turns.extend(pairs.iter().map(|pair| Turn::Qemu { pair, channels }));
+            for &downtime_limit in &options.downtime_limit {
+                turns.extend(pairs.iter().map(|pair| Turn::Qemu {
+                    pair,
+                    channels,
+                    downtime_limit,
+                }));
+            }
         }
     }
     let mut results = Results::default();
@@ -150,8 +171,19 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             }
             (Turn::PingPong { bytes }, _) => ping_pong(options, &site, &pairs, bytes, &mut results),
             (Turn::Stalled(pair), _) => stalled(options, &site, pair, &mut results),
-            (Turn::Qemu { pair, channels }, Some(setup)) => {
-                migrate(options, &site, pair, setup, channels, &mut results)
+            (
+                Turn::Qemu {
+                    pair,
+                    channels,
+                    downtime_limit,
+                },
+                Some(setup),
+            ) => {
+                let limits = Limits {
+                    downtime: Duration::from_millis(downtime_limit.into()),
+                    migration: Duration::from_secs(options.migration_limit.into()),
+                };
+                migrate(&site, pair, setup, channels, limits, &mut results)
             }
             (Turn::Qemu { .. }, None) => unreachable!("QEMU has turns only if it is available"),
         }
@@ -171,7 +203,8 @@ fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
         }
         eprintln!("starting {variant}");
         let pair = Pair::start(site, variant).with_context(|| format!("{variant}"))?;
-        for ends in Ends::BOTH {
+        let ends = Ends::BOTH.into_iter();
+        for ends in ends.filter(|_| variant.carries_streams()) {
             // Connect once before the measurements, because the first connection sets up state that
             // later ones reuse.
             load::trips(site, &pair, ends, 1, 10).with_context(|| format!("{variant}"))?;
@@ -179,6 +212,10 @@ fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
         pairs.push(pair);
     }
     Ok(pairs)
+}
+
+fn streaming(pairs: &[Pair]) -> impl Iterator<Item = &Pair> {
+    pairs.iter().filter(|pair| pair.variant.carries_streams())
 }
 
 fn bulk(
@@ -190,7 +227,7 @@ fn bulk(
     results: &mut Results,
 ) -> Result<()> {
     let mut measured = Vec::new();
-    for pair in pairs {
+    for pair in streaming(pairs) {
         let moved = load::bulk(site, pair, ends, streams, options.size << 20)
             .with_context(|| format!("{}", pair.variant))?;
         measured.push((pair.variant, moved));
@@ -242,7 +279,7 @@ fn ping_pong(
     bytes: usize,
     results: &mut Results,
 ) -> Result<()> {
-    for pair in pairs {
+    for pair in streaming(pairs) {
         let mut times = load::trips(site, pair, Ends::Unix, bytes, options.trips)
             .with_context(|| format!("{}", pair.variant))?;
         times.sort_unstable();
@@ -282,24 +319,28 @@ fn stalled(options: &TunnelOptions, site: &Site, pair: &Pair, results: &mut Resu
 }
 
 fn migrate(
-    options: &TunnelOptions,
     site: &Site,
     pair: &Pair,
     setup: &Setup,
     channels: Option<u8>,
+    limits: Limits,
     results: &mut Results,
 ) -> Result<()> {
-    let limit = Duration::from_millis(options.downtime_limit.into());
-    let moved = migration::migrate(site, pair, setup, channels, limit)?;
-    results
+    let moved = migration::migrate(site, pair, setup, channels, limits)?;
+    let limit_ms = u64::try_from(limits.downtime.as_millis()).unwrap_or(u64::MAX);
+    let mut line = results
         .line("tunnel-qemu", &pair.variant.to_string())
         .with("streams", channels.unwrap_or(1))
         .with("ends", "unix")
-        .with("downtime_limit_ms", options.downtime_limit)
-        .figure("total_s", moved.total_s)
-        .figure("downtime_ms", moved.downtime_ms)
-        .figure("guest_downtime_ms", moved.guest_downtime_ms)
-        .add();
+        .with("downtime_limit_ms", limit_ms)
+        .figure("ended", f64::from(u8::from(moved.is_some())));
+    if let Some(moved) = moved {
+        line = line
+            .figure("total_s", moved.total_s)
+            .figure("downtime_ms", moved.downtime_ms)
+            .figure("guest_downtime_ms", moved.guest_downtime_ms);
+    }
+    line.add();
     Ok(())
 }
 
