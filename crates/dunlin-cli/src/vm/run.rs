@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use dunlin::lane::provider::Crypto;
 use dunlin_linux::random;
 use dunlin_linux::signals::EndSignals;
 use dunlin_microvm::{Backing, Config, CreateError, Fill, GuestKind, Movable, Vm, Workload};
@@ -16,6 +17,7 @@ use crate::line::Line;
 use crate::options::{GUESTS, named, parse_bytes};
 use crate::progress::Waiting;
 use crate::published::StatusSocket;
+use crate::service::start;
 use crate::sessions::left_behind;
 
 const BACKINGS: &[(&str, Backing)] = &[
@@ -135,6 +137,9 @@ impl Run {
         };
         started.say(self.own.json);
         service.serve(&socket)?;
+        // Measure the crypto libraries and seed their random generator now, so that the first
+        // migration does not wait for it.
+        start("crypto", || drop(Crypto::auto()))?;
         let own = Arc::clone(&service);
         published.serve(move || own.report(Vec::new()))?;
         service.keep(&vm)

@@ -10,7 +10,7 @@ mod named;
 mod older;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms};
 use rustls::pki_types::PrivateKeyDer;
@@ -83,7 +83,11 @@ pub struct Crypto {
 
 impl Crypto {
     /// Returns settings with `provider` and all suites, AES-256-GCM first.
+    ///
+    /// If aws-lc-rs is built in, the first call seeds its random generator, which takes about 45 ms
+    /// of CPU time. Call it before a migration starts, so that the migration does not take longer.
     pub fn with(provider: Provider) -> Self {
+        seed();
         Self {
             provider,
             suites: CipherSuite::ALL.to_vec(),
@@ -198,6 +202,16 @@ pub(super) fn load_key(
 /// The signature algorithms that certificates may use.
 pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
     handshake_provider().signature_verification_algorithms
+}
+
+/// Seeds the random generator of the handshake's library. At its first use in a process, the
+/// generator of aws-lc-rs collects entropy from the jitter of the processor's timing.
+fn seed() {
+    static SEEDED: Once = Once::new();
+    SEEDED.call_once(|| {
+        // A generator that fails here also fails in the handshake, which reports the error.
+        let _ = handshake_provider().secure_random.fill(&mut [0]);
+    });
 }
 
 /// The provider of the handshake. The callers replace its cipher suites or do not use them. Its
