@@ -2,8 +2,8 @@
 //!
 //! A benchmark runs its variants in turn, round after round, so that other load on the host affects
 //! all of them. It adds each measurement to [`Results`], which computes the median, the minimum and
-//! the maximum of every figure, and passes the results to [`Output`]: a table for people, JSON
-//! lines for programs ([`Results::json`]), and a page with plots ([`report`]).
+//! the maximum of every figure. [`Output`] then prints a table for people or JSON lines for
+//! programs ([`Results::json`]), and writes a page with plots ([`report`]).
 #![forbid(unsafe_code)]
 
 mod output;

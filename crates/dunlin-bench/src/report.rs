@@ -155,8 +155,8 @@ fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
     }
 }
 
-/// Plots the pages that were sent and dirtied in each iteration of the last round, over the time of
-/// the migration.
+/// Plots how many pages were sent and how many were dirtied in each iteration of the last round,
+/// over the time of the migration.
 fn iterations(body: &mut String, row: &Row) {
     const HEIGHT: f64 = 180.0;
     let Some(Value::Array(passes)) = row.details.get("last_round") else {

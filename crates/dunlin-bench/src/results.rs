@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-/// All measurements of a run, in the order in which their conditions first occurred.
+/// All measurements of a benchmark, in the order in which their conditions first occurred.
 #[derive(Debug, Default)]
 pub struct Results(pub(crate) Vec<Row>);
 
@@ -47,8 +47,8 @@ impl Results {
         line.with("scenario", scenario).with("variant", variant)
     }
 
-    /// Returns one object for each set of conditions: the conditions, each figure as `NAME`,
-    /// `NAME_min` and `NAME_max`, the number of rounds, and the details of the last run.
+    /// Returns one object for each set of conditions. It contains the conditions, each figure as
+    /// `NAME`, `NAME_min` and `NAME_max`, the number of rounds, and the details of the last run.
     #[must_use]
     pub fn json(&self) -> Vec<Value> {
         self.0.iter().map(Row::json).collect()
@@ -68,7 +68,8 @@ impl Line<'_> {
         self
     }
 
-    /// Adds a value that is reported only for the last run, such as the list of its iterations.
+    /// Adds a value that is reported only for the last run, such as the list of this run's
+    /// iterations.
     pub fn detail(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.row.details.insert(name.to_owned(), value.into());
         self

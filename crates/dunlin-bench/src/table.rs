@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use crate::results::{Results, Row};
 
-/// One table for each scenario: a column for each condition that differs between its rows, and one
-/// for each figure. Conditions that all rows share follow the scenario in the title.
+/// Returns one table for each scenario. It has a column for each condition that differs between its
+/// rows, and a column for each figure. Conditions that all rows share follow the scenario in the
+/// title.
 pub(crate) fn tables(results: &Results) -> String {
     let mut text = String::new();
     for (title, rows) in scenarios(results) {

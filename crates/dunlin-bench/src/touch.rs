@@ -12,8 +12,8 @@ use crate::process::bytes_of;
 const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
 
-/// Writes to `bytes` bytes of new memory, or to the available memory except a reserve if that is
-/// less, in huge pages if possible. Then frees the memory.
+/// Allocates `bytes` bytes of memory, in huge pages if possible, writes to all of them, and frees
+/// them. Allocates less if the available memory minus a reserve is less.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
 /// and may take it back after the host has freed it. Without this call, the measurement of the next
