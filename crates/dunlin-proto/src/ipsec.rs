@@ -1,11 +1,11 @@
 //! IPsec between two hosts for the ports of lanes: which objects the kernel gets, in which order,
 //! and how two sides agree on them.
 //!
-//! [`plan`] lists what each side installs and removes, [`message`] the messages that the two sides
-//! exchange over a control lane, and [`exchange`] decides the order of both. [`ports`] splits
-//! ranges of ports into blocks that a selector can express. [`object`] has the kernel's objects as
-//! values and in the text form of records on disk. [`key`] has the context from which a key is
-//! derived. This module never holds key material.
+//! [`plan`] lists what each side installs and removes. [`message`] defines the messages that the
+//! two sides exchange over a control lane. [`exchange`] decides when a side installs, removes or
+//! sends something. [`ports`] splits ranges of ports into blocks that a selector can express.
+//! [`object`] has the kernel's objects as values and in the text form of records on disk. [`key`]
+//! has the context from which a key is derived. This module never holds key material.
 //!
 //! ```text
 //!  initiator                                                    responder

@@ -83,8 +83,8 @@ enum Own {
 }
 
 impl Exchange {
-    /// The side that requests the session, with its terms and the senders for which it requests an
-    /// SA besides the fallback.
+    /// Creates the side that requests the session. Besides the fallback SA, it requests an SA for
+    /// each of `senders`.
     #[must_use]
     pub fn initiator(terms: Terms, senders: Vec<Sender>) -> Self {
         let mut exchange = Self::new(Own::Initiator(terms), senders);
@@ -94,8 +94,8 @@ impl Exchange {
         exchange
     }
 
-    /// The side that accepts the session. It installs up to `sas_max` SAs in an epoch. If it
-    /// supports ESP in UDP, `udp` has its ports. Of `senders`, it uses only those that the
+    /// Creates the side that accepts the session. It installs up to `sas_max` SAs in an epoch. If
+    /// it supports ESP in UDP, `udp` has its ports. Of `senders`, it uses only those that the
     /// requested mode supports.
     #[must_use]
     pub fn responder(sas_max: u16, udp: Option<Udp>, senders: Vec<Sender>) -> Self {

@@ -56,8 +56,8 @@ pub struct Terms {
     pub own: IpAddr,
     /// The address of the other side, as this side sees it.
     pub other: IpAddr,
-    /// The maximum number of SAs in one epoch that this side installs for the other side's
-    /// traffic: at least 1, at most [`crate::limits::MAX_SAS`].
+    /// The maximum number of SAs that this side installs in one epoch for the other side's traffic:
+    /// at least 1, at most [`crate::limits::MAX_SAS`].
     pub sas_max: u16,
     /// This side's ports, if the session uses ESP in UDP. The responder sets this field if and only
     /// if the initiator does.

@@ -482,7 +482,8 @@ mod tests {
             let words: Vec<&str> = line.split(' ').collect();
             let kept = words.len().saturating_sub(cut);
             let cut = words[..kept].join(" ");
-            // A line of an SA that is cut before its UDP ports is a valid line of another SA.
+            // If the line of an SA is cut before the UDP ports, the rest is a valid line of another
+            // SA.
             if let Ok(other) = cut.parse::<Object>() {
                 prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
             }

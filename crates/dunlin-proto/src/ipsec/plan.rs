@@ -1,11 +1,11 @@
-//! What one side installs, and the order in which it installs and removes it.
+//! What one side installs, and the order of the installations and removals.
 //!
 //! # Installing
 //!
 //! 1. [`SessionParameters::begin`]: a policy for every selector and direction. Outgoing packets of
-//!    the ports are *blocked*; incoming ones are *protected*: accepted only from an SA, of which
-//!    there is none yet. From here on no packet of the ports leaves this host in the clear, and
-//!    none is accepted in the clear. (The listener for ESP in UDP is opened here too.)
+//!    the ports are *blocked*. Incoming packets are *protected*, that is, accepted only from an SA,
+//!    and there is no SA yet. From here on no packet of the ports leaves this host in the clear,
+//!    and none is accepted in the clear. (The listener for ESP in UDP is opened here too.)
 //! 2. [`SessionParameters::inbound`]: the inbound SAs. Their SPIs are sent to the peer only after
 //!    they are installed.
 //! 3. [`SessionParameters::outbound`]: the outbound SAs. The fallback is installed first, because
@@ -48,9 +48,9 @@ use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
 use crate::mistake::{Mistake, planted};
 
-/// The lower bound for priorities of policies. Each session has its own two priorities above it, at
-/// most 65,635, so that no session mistakes another session's policy for its own. strongSwan's
-/// priorities start in the hundreds of thousands, and the default of `ip xfrm` is 0.
+/// The lower bound for priorities of policies. Each session has two priorities of its own above
+/// this bound, at most 65,635, so that no session mistakes another session's policy for its own.
+/// strongSwan's priorities start in the hundreds of thousands, and the default of `ip xfrm` is 0.
 pub const FIRST_PRIORITY: u32 = 100;
 /// The number of request ids of a session. The first id is a multiple of this number.
 pub const REQIDS: u32 = 1 << 16;
@@ -159,9 +159,10 @@ impl SessionParameters {
     }
 
     /// Returns the steps that install outbound SAs and the policies that use them. `first` means
-    /// that the SAs are the first of an epoch, including the fallback; in this case the policies
-    /// for the session's ports are replaced. `known` lists the senders that had an SA in the
-    /// previous epoch; the policies of connections among them are replaced too.
+    /// that the SAs are the first of an epoch and include the fallback. In this case the steps
+    /// replace the policies for the session's ports. `known` lists the senders that had an SA in
+    /// the previous epoch. If such a sender is a connection, the steps replace its policy instead
+    /// of adding one.
     #[must_use]
     pub fn outbound(
         &self,
@@ -202,8 +203,8 @@ impl SessionParameters {
         steps
     }
 
-    /// Returns the steps that remove unused outbound SAs. `over` means that the connections have
-    /// ended too; in this case the steps also remove the policies of these connections.
+    /// Returns the steps that remove unused outbound SAs. `over` means that the connections of
+    /// these SAs have ended. In this case the steps also remove the policies of these connections.
     #[must_use]
     pub fn retire(&self, epoch: u32, grants: &[Grant], over: bool) -> Vec<Step> {
         let policies = grants
@@ -319,8 +320,8 @@ impl SessionParameters {
     }
 
     /// Two connections of a session have the same request id only if more than 65,000 other SAs
-    /// were requested in between. If both connections still exist, the newer SA carries the traffic
-    /// of both.
+    /// were requested between them. If both connections still exist, the newer SA carries the
+    /// traffic of both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {

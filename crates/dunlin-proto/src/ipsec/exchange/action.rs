@@ -6,7 +6,8 @@ use crate::fault::FaultCode;
 use crate::ipsec::message::{Message, Terms};
 use crate::ipsec::{Grant, Sender, Slot};
 
-/// What the caller does next, in the order in which the actions are returned.
+/// What the caller does next. The caller performs the actions in the order in which they are
+/// returned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Sends this message to the peer.

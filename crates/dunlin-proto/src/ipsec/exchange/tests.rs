@@ -184,9 +184,9 @@ impl Pair {
         while self.step(0) {}
     }
 
-    /// Checks that packets of the ports leave in the clear only before their side has policies, are
-    /// dropped only before both sides are up, and otherwise are sealed with an SA that the other
-    /// side opens.
+    /// Checks what happens to packets of the ports. They leave in the clear only before their side
+    /// has policies, and are dropped only before both sides are up. All other packets are sealed
+    /// with an SA that the other side opens.
     fn check(&self) {
         let everything_up = self.sides.iter().all(|side| side.up);
         for side in 0..2 {
@@ -502,7 +502,8 @@ fn i7_a_message_out_of_order_ends_the_session_with_a_fault() {
     let indices = vec![0];
     refused(granting(), Message::Release { indices }, Malformed);
     refused(granting(), want(2, &[fallback]), Malformed);
-    // An SA before the first epoch, and a second request before the first one is granted.
+    // Invalid: an SA is requested before the first epoch, or again before the first request is
+    // granted.
     refused(granting(), want(0, &[slot(0, Sender::Cpu(1))]), Malformed);
     let mut installing = granting();
     installing.handle_message(want(1, &[fallback]));

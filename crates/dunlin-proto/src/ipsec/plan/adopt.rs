@@ -21,8 +21,9 @@ pub struct Adoption {
     pub when_quiet: Vec<Policy>,
 }
 
-/// Returns the steps by which a session takes over the policies `left` of an earlier session, after
-/// the immediate steps of [`undo`](super::undo). `begin` are the session's usual initial steps.
+/// Returns the steps by which a session takes over `left`, the policies that an earlier session has
+/// left behind. These steps follow the immediate steps of [`undo`](super::undo). `begin` are the
+/// session's usual initial steps.
 #[must_use]
 pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
     let own = |step: &Step| step.added().and_then(Object::policy).copied();
@@ -79,8 +80,9 @@ pub(in crate::ipsec) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// A process may be killed after any step. The session that takes over its ports (the heir)
-        /// opens none of the ports while it begins, whatever its own range of ports is.
+        /// A process may be killed after any step. The session that takes over the ports of this
+        /// process (the heir) opens none of them while it begins, whatever the heir's own range of
+        /// ports is.
         #[test]
         fn i6_an_heir_opens_no_port_while_it_begins(
             killed in any::<prop::sample::Index>(),
