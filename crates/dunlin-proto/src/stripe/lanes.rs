@@ -1,5 +1,5 @@
 //! The lanes on which this side sends, and what each of them carries until it is acknowledged.
-//! [`crate::lanes::lifecycle`] opens and replaces them.
+//! [`crate::lanes::lifecycle`] opens and replaces the lanes.
 //!
 //! TCP keeps the frames of a lane in order, so one number acknowledges them. A lost lane needs no
 //! fence ([`Loss::Dropped`]): frames that still arrive are identical to those that are sent again.
@@ -118,7 +118,7 @@ impl<T: Clone> SendingLanes<T> {
         Some(frames)
     }
 
-    /// Assigns a piece that was read from a socket to this lane. If the lane was lost, returns
+    /// Assigns to this lane a piece that was read from a socket. If the lane was lost, returns
     /// false, and the next lane carries the piece.
     pub(super) fn carry(&mut self, number: u16, data: Data, token: T, now_ns: u64) -> bool {
         self.held_bytes += u64::from(data.length());

@@ -4,7 +4,7 @@
 //!  the side that accepted a connection             the side that connects
 //!    │ open (with the marks of earlier channels) ────▶ │ waits for the marks, connects
 //!    │ ◀──────────────────────── opened, or refused    │
-//!    │ credit, acknowledgements, eof, closed … both ways, for both directions
+//!    │ credit, acknowledgements, eof, closed … from either side, for either direction
 //!    │ reset ▶ ◀ gone   (either side, at any time)     │
 //!
 //!  either side: accept (once), lane refused, lane lost, lane failed, ping, pong, drain
@@ -74,8 +74,8 @@ pub struct Open {
     /// The channel's parameter, for the placeholder in the route's target; at most
     /// [`crate::limits::MAX_NAME_BYTES`].
     pub parameter: String,
-    /// The positions of earlier channels that must be delivered before the target is
-    /// connected; at most [`crate::limits::MAX_CHANNELS`].
+    /// Positions in earlier channels. The bytes before them must be delivered before the target is
+    /// connected. At most [`crate::limits::MAX_CHANNELS`].
     pub barrier: Vec<Mark>,
 }
 
@@ -120,9 +120,10 @@ pub enum Message {
         /// Data lanes of the other side that may be open at the same time, 1 to
         /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
-        /// The side that dialled the control lane names the port at which it accepts these lanes, at
-        /// the source address of the control lane, or 0 if it opens all lanes itself. The other side
-        /// sends 0: it accepts lanes where it accepted the control lane.
+        /// The side that dialled the control lane sends the port at which it accepts these lanes,
+        /// or 0 if it opens all lanes itself. The port is at the source address of the control
+        /// lane. The other side sends 0, because it accepts lanes where it accepted the control
+        /// lane.
         port: u16,
     },
     /// See [`Open`].

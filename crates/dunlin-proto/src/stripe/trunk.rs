@@ -97,12 +97,13 @@ struct Ended {
 /// Commands: [`Trunk::open`], [`Trunk::counted`], [`Trunk::connected`], [`Trunk::refuse`],
 /// [`Trunk::fail`], [`Trunk::left`], [`Trunk::raise_lanes`], [`Trunk::drain`], [`Trunk::end`].
 ///
-/// Reports of threads: a lane that this side sends on calls [`Trunk::next`] and [`Trunk::read`]; a
-/// lane that it receives on calls [`Trunk::arrived`], [`Trunk::keep`] and [`Trunk::wrote`]; the
-/// thread that watches sockets calls [`Trunk::readable`] and [`Trunk::writable`].
+/// Reports of threads: the thread of a lane on which this side sends calls [`Trunk::next`] and
+/// [`Trunk::read`]. The thread of a lane on which this side receives calls [`Trunk::arrived`],
+/// [`Trunk::keep`] and [`Trunk::wrote`]. The thread that watches sockets calls [`Trunk::readable`]
+/// and [`Trunk::writable`].
 ///
 /// Lanes: [`Trunk::lane_established`], [`Trunk::lane_failed`], [`Trunk::lane_over`],
-/// [`Trunk::admit`], [`Trunk::lane_ended`], [`Trunk::admitted_over`]; those that the other side
+/// [`Trunk::admit`], [`Trunk::lane_ended`], [`Trunk::admitted_over`]. Lanes that the other side
 /// opens or requests: [`Trunk::is_awaited`], [`Trunk::opened_for`], [`Trunk::not_opened`]. Control
 /// lane: [`Trunk::control_up`], [`Trunk::control_down`], [`Trunk::handle`], and
 /// [`Trunk::next_message`] until it returns `None`.
@@ -672,8 +673,8 @@ impl<T: Clone> Trunk<T> {
     fn without_lanes(&mut self, now_ns: u64) {
         self.abort_all(FaultCode::LaneLost, now_ns);
         if self.asks() {
-            // Only the other side can open lanes, and it has not. Drain, so that it receives the
-            // reason for each channel before the trunk ends.
+            // Only the other side can open lanes, and it has opened none. Drain, so that the other
+            // side receives the reason for each channel before the trunk ends.
             self.drain();
             self.ends_by_ns = Some(now_ns.saturating_add(self.config.timeouts.alone_ns));
         }

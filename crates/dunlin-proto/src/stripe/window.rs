@@ -9,9 +9,9 @@ use crate::limits::LEAST_WINDOW_BYTES;
 /// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
-/// The period over which the shortest round trip is measured; the shortest of this and the previous
-/// period is used. Round trips are longer while queues on the path are full. If windows followed
-/// them, they would grow and fill the queues further.
+/// The period over which the shortest round trip is measured. The shortest of the current and the
+/// previous period is used. Round trips are longer while queues on the path are full. If windows
+/// followed these longer round trips, the windows would grow and fill the queues further.
 const ROUND_TRIP_AGE_NS: u64 = 10_000_000_000;
 
 /// The bytes that a channel has delivered in the current span of time and in the span before it.

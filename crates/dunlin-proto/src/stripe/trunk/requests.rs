@@ -28,15 +28,15 @@ use crate::stripe::message::Message;
 const REPORTS_FROM_VERSION: u16 = 2;
 
 impl<T: Clone> Trunk<T> {
-    /// Whether this side has requested the lane, and it has not come yet. If not, the caller closes
-    /// the lane's connection before it allocates memory for the lane.
+    /// Whether this side has requested the lane, and the lane has not come yet. If not, the caller
+    /// closes the lane's connection before it allocates memory for the lane.
     #[must_use]
     pub fn is_awaited(&self, lane: u16) -> bool {
         self.asks() && !self.is_over() && self.lanes.is_opening(lane)
     }
 
-    /// Records that a lane of [`Action::OpenLaneFor`] is open and presented. Returns false if it is
-    /// not needed any more; in this case the caller closes the connection.
+    /// Records that a lane of [`Action::OpenLaneFor`] is open and *lane open* is sent. Returns
+    /// false if the lane is not needed any more; in this case the caller closes the connection.
     #[must_use]
     pub fn opened_for(&mut self, lane: u16) -> bool {
         !self.is_over() && self.arriving.opened(lane)

@@ -78,8 +78,8 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// Connects a channel that the connecting side opens, with its own listener and a lane in each
-    /// direction.
+    /// Connects a channel that the connecting side opens for a new listener, and makes sure that a
+    /// lane is open in each direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
         self.listener += 10;
@@ -300,13 +300,13 @@ fn an_abort_overtakes_waiting_bytes_and_drops_them() {
     assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
 }
 
-/// If the other side has ended and at most a few bytes before its end are unread, a consumer that
-/// closes its connection has finished, not failed.
+/// If the other side has ended the channel and at most a few bytes before the end are unread, a
+/// consumer that closes its connection has finished, not failed.
 #[test]
 fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     const MOST: u32 = MAX_UNREAD_BYTES as u32;
-    // The number of unread bytes at the end; whether the end is known when the consumer closes;
-    // whether the end arrives at all; the immediate and the final result.
+    // For each case: the number of unread bytes at the end, whether the end is known when the
+    // consumer closes, whether the end arrives at all, and the immediate and the final result.
     for (unread, known, comes, at_once, verdict) in [
         (0, true, true, Left::Unread, FaultCode::LeftUnread),
         (MOST, true, true, Left::Unread, FaultCode::LeftUnread),
@@ -416,9 +416,9 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// If the migration's source closes its connection, its side reports an abort immediately. A
-/// *reset* with the code for unread bytes also counts as an abort if this side has not read the
-/// source's stream to its end.
+/// If the migration's source closes its connection, the tunnel at the source reports an abort
+/// immediately. A *reset* from the other side with the code for unread bytes also counts as an
+/// abort if the tunnel at the source has not read the source's stream to the end.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
@@ -705,7 +705,7 @@ fn a_side_that_was_stopped_gives_no_lane_up() {
 }
 
 /// While the control lane is down, no lane times out for lack of acknowledgements, which only the
-/// control lane carries. The timeouts restart when it is up again.
+/// control lane carries. The timeouts restart when the control lane is up again.
 #[test]
 fn lanes_do_not_time_out_while_the_control_lane_is_down() {
     let mut pair = Pair::new();

@@ -26,9 +26,9 @@ pub struct Config {
     /// Channels that may be live at the same time, counting those of both sides; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
-    /// Limit for the bytes of all channels that wait on this side for consumers. The bytes that
-    /// wait for acknowledgement have a limit of the same size. At least `channels` times
-    /// [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
+    /// Limit for the bytes that wait on this side for consumers, in all channels together. The
+    /// bytes that wait for an acknowledgement have a limit of the same size. At least `channels`
+    /// times [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
     pub bytes: u64,
     /// Lanes on which this side sends, at least 1.
     pub lanes: u16,
@@ -90,8 +90,8 @@ pub enum OpenError {
     Name,
 }
 
-/// What the caller does next. `channel` names a channel of the trunk. It may no longer exist when a
-/// lane's thread reports about it.
+/// What the caller does next. `channel` names a channel of the trunk. The channel may no longer
+/// exist when a lane's thread reports about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Connects the route's target, if the peer may use it, and calls [`super::Trunk::connected`]
@@ -132,10 +132,10 @@ pub enum Action {
         /// Whether the other side aborted the channel.
         by_peer: bool,
     },
-    /// Dials a lane with this number on which this side sends, and calls
+    /// Dials a lane, with this number, on which this side sends. Then calls
     /// [`super::Trunk::lane_established`] or [`super::Trunk::lane_failed`].
     OpenLane(u16),
-    /// Dials a lane with this number on which the other side sends, and calls
+    /// Dials a lane, with this number, on which the other side sends. Then calls
     /// [`super::Trunk::opened_for`] or [`super::Trunk::not_opened`].
     OpenLaneFor(u16),
     /// Closes this lane's connection, which ends its thread.
@@ -175,8 +175,8 @@ pub enum Left {
     /// how much is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
     /// [`FaultCode::ChannelBroken`]. Until then the caller writes nothing.
     Waits,
-    /// The channel is aborted, because too many bytes were unread or this side opened the channel;
-    /// or the channel no longer exists.
+    /// The channel is aborted, because too many bytes were unread or this side opened the channel.
+    /// Also returned for a channel that no longer exists.
     Broken,
 }
 
