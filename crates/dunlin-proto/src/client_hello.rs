@@ -25,7 +25,7 @@ const RECORD_HEADER_BYTES: usize = 5;
 const MAX_RECORD_BYTES: usize = 16 * 1024;
 const MESSAGE_HEADER_BYTES: usize = 4;
 const CLIENT_HELLO: u8 = 1;
-/// The shortest body: version, random, empty session, one cipher suite, one compression method.
+/// The shortest body: version, random, empty session ID, one cipher suite, one compression method.
 const LEAST_BODY_BYTES: usize = 2 + 32 + 1 + 4 + 2;
 const MAX_SESSION_BYTES: usize = 32;
 /// The extension `server_name`, and the only name type that it defines.

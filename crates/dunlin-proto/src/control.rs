@@ -47,7 +47,7 @@ pub type Digest = [u8; DIGEST_BYTES];
 pub struct Envelope {
     /// The session.
     pub session: SessionId,
-    /// The number of the control lane within the attempt, as in its *offer*.
+    /// The number of the control lane within the attempt, as in the *offer* of this lane.
     pub epoch: u32,
     /// A sender numbers its messages in the session in ascending order, possibly with gaps. A new
     /// epoch continues the count. A repeated message is not applied again.
@@ -206,7 +206,7 @@ impl Section {
 }
 
 impl fmt::Debug for Section {
-    /// The content may hold guest secrets (its registers), so only its length is printed.
+    /// The content may hold secrets of the guest, such as registers, so only its length is printed.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Section")
@@ -303,7 +303,7 @@ pub enum Message {
     Release,
     /// Either side cancels the migration, before *commit*. The destination records *aborted* before
     /// it sends *cancel*. If the destination's *cancel* crosses the source's *commit*, the source
-    /// treats it as the answer *aborted*.
+    /// treats this *cancel* as the answer *aborted*.
     Cancel {
         /// The reason as a code.
         fault: FaultCode,

@@ -56,8 +56,8 @@ impl fmt::Display for AtFault {
     }
 }
 
-/// A code unknown to this release. Only decoding creates a value, so the value is never a known
-/// code.
+/// A code unknown to this release. Only decoding creates values of this type, so none of them is a
+/// known code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownFault(u16);
 
@@ -217,7 +217,7 @@ faults! {
     /// The program at the address is not Dunlin.
     NotDunlin = 30, "not-dunlin", Configuration,
         "Check the address and port, and which program listens there.";
-    /// The tunnel has no route of that name with a target.
+    /// The tunnel has no route of the requested name, or that route has no target.
     UnknownRoute = 31, "unknown-route", Configuration,
         "Give the route the same name in the tunnel's configuration on both hosts, and a target on the accepting one.";
     /// The route's target does not accept this parameter.

@@ -210,9 +210,9 @@ impl ChunkHeader {
     /// unspecified.
     ///
     /// # Errors
-    /// A range that has no pages, is not aligned, lies outside its region or is in an unknown
-    /// region; an unknown encoding; a reserved field that is not zero; or lengths that contradict
-    /// each other. The peer is at fault, and the chunk must not be used.
+    /// A range has no pages, is not aligned, lies outside its region or names an unknown region. Or
+    /// an encoding is unknown, a reserved field is not zero, or lengths contradict each other. In
+    /// each case the peer is at fault, and the chunk must not be used.
     pub fn decode_ranges(
         &self,
         bytes: &[u8],

@@ -1,15 +1,15 @@
 //! Wire formats and decisions of a live migration, without I/O, a clock or
 //! threads.
 //!
-//! Formats: [`wire`] reads and writes within bounds, [`negotiate`] opens
-//! connections, [`control`] and [`frame`] define what they carry, [`limits`]
-//! has every bound, and [`fault`] has every reason to refuse or give up.
+//! Formats: [`wire`] reads and writes within bounds, [`negotiate`] defines how a connection opens,
+//! and [`control`] and [`frame`] define what a connection carries. [`limits`] has every bound, and
+//! [`fault`] has every reason to refuse or give up.
 //!
-//! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, [`lanes`]
-//! tracks the lanes, [`received`] and [`marks`] track what has arrived and keep iterations apart,
-//! [`pace`] and [`shares`] cap rates, [`precopy`] decides when to pause the guest, and [`switchover`] decides,
-//! from the records in the [`journal`], which side runs the VM. [`sessions`] gives the connections of
-//! one listener to its sessions.
+//! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, and [`lanes`]
+//! tracks the lanes. [`received`] tracks the chunks that have arrived, and [`marks`] keeps
+//! iterations apart. [`pace`] and [`shares`] cap rates. [`precopy`] decides when to pause the
+//! guest. [`switchover`] decides, from the records in the [`journal`], which side runs the VM.
+//! [`sessions`] gives the connections of one listener to its sessions.
 //!
 //! Other products: [`stripe`] spreads the tunnel's connections over lanes,
 //! [`client_hello`] reads the server name that a TLS client asks for

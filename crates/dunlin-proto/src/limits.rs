@@ -77,21 +77,21 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 /// The number of pages that Dunlin's source puts into a chunk: 64 pages are 256 KiB. The protocol
 /// allows up to [`MAX_CHUNK_PAYLOAD_BYTES`].
 ///
-/// Formula: the pages of one frame of a data lane, which is sealed and written in one piece
-/// and stays in a core's second-level cache during that time. Drawback: a header and an
-/// acknowledgement for each 256 KiB. Alternative: several frames per chunk. Measurements
-/// showed no difference beyond noise.
+/// Formula: the pages of one frame of a data lane. A frame is sealed and written in one piece, and
+/// stays in a core's second-level cache during that time. Drawback: a header and an acknowledgement
+/// for each 256 KiB. Alternative: several frames per chunk. Measurements showed no difference
+/// beyond noise.
 pub const CHUNK_PAGES: u64 = 64;
 
 /// Pages that a lane of Dunlin's source reads for one chunk, zero pages included: 8192
 /// pages are 32 MiB. Zero pages have no payload, so a lane that finds zero pages adds the
 /// next pending pages to the chunk.
 ///
-/// Formula: large enough that one header covers 16 non-zero pages if there is one in each
-/// 2 MiB, or 32 MiB of zero pages. Small enough that the lane, which sends nothing while it
-/// reads, needs only a few milliseconds to read the pages. Drawback: the loss of a lane
-/// returns up to 32 MiB to the schedule. Alternative: no added pages, so that each 256 KiB
-/// of zeros costs a header and an acknowledgement ([`CHUNK_PAGES`]).
+/// Formula: large enough that one header covers 32 MiB of zero pages, or 16 non-zero pages of which
+/// one is in each 2 MiB. Small enough that the lane, which sends nothing while it reads, needs only
+/// a few milliseconds to read the pages. Drawback: the loss of a lane returns up to 32 MiB to the
+/// schedule. Alternative: no added pages, so that each 256 KiB of zeros costs a header and an
+/// acknowledgement ([`CHUNK_PAGES`]).
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
 /// The source forms no chunk while at least this many page ranges are in flight, that is, assigned
@@ -130,14 +130,14 @@ pub const MAX_ENDPOINT_BYTES: usize = 272;
 /// last is zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Bytes of the name under which a journal records a session's peer. A DNS name has at most 253
-/// bytes, and a SPIFFE ID usually has fewer than 255. A peer with a longer name is recorded by its
-/// certificate.
+/// Bytes of the name under which a journal records a session's peer. A name of this length fits the
+/// journal's peer block, and usual names are shorter: a DNS name has at most 253 bytes, and a
+/// SPIFFE ID usually fewer than 255. A peer with a longer name is recorded by its certificate.
 pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 
-/// Maximum number of journal files that a destination keeps for one peer after sessions that
-/// ended before the VM ran here: one for each of the peer's VMs. The peer may still ask about
-/// these sessions.
+/// Maximum number of journal files that a destination keeps for one peer's sessions that ended
+/// before the VM ran here. There is one file for each VM. The peer may still ask about these
+/// sessions.
 ///
 /// The limit suffices, because a host does not migrate that many VMs at the same time. Each file
 /// takes 12 KiB.
@@ -230,7 +230,7 @@ pub const DEFAULT_WINDOW_BYTES: u64 = 16 * 1024 * 1024;
 /// Maximum bytes of all channels of a peer that may wait on one side, if the
 /// configuration does not set another limit (I8).
 ///
-/// Formula: 10 ms at 100 Gbit/s, plus a quarter, are 156 MB; the remaining bytes are for the
+/// Formula: 10 ms at 100 Gbit/s, plus a quarter, are 156 MB. The remaining bytes are for the
 /// minimum windows of the other channels.
 pub const DEFAULT_PEER_BYTES: u64 = 256 * 1024 * 1024;
 
@@ -248,18 +248,17 @@ pub const MAX_TUNNEL_BODY_BYTES: usize = 64 * 1024;
 /// Bytes of a ClientHello, with its header, that are searched for the server
 /// name.
 ///
-/// Formula: with X25519MLKEM768, a post-quantum signature list, an encrypted inner hello
-/// and a session ticket, a hello takes 4 KiB; the limit is four times that. Drawback:
-/// longer hellos, which TLS allows, are refused. Alternative: none needed until clients
-/// send them.
+/// Formula: four times the 4 KiB of a hello with X25519MLKEM768, a post-quantum signature list, an
+/// encrypted inner hello and a session ticket. Drawback: longer hellos, which TLS allows, are
+/// refused. Alternative: none needed until clients send them.
 pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
 
 /// Bytes of the TLS records that carry a ClientHello, with their headers. The client is not
 /// authenticated yet.
 ///
 /// Formula: two and a half times the limit of a hello, for clients that split it into records of a
-/// few bytes; one-byte records would take six times the limit of a hello. Drawback: hellos of more
-/// than 6 KiB must not be split into one-byte records. Alternative: six times, which no honest
+/// few bytes. Records of one byte would need six times the limit of a hello. Drawback: hellos of
+/// more than 6 KiB must not be split into one-byte records. Alternative: six times, which no honest
 /// client needs.
 pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
 

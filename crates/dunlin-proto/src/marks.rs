@@ -123,8 +123,8 @@ impl Marks {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// Removes `lane`, which closed without an error, or was lost and its thread joined. In both
-    /// cases nothing on the lane is in flight.
+    /// Removes `lane`, which either closed without an error, or was lost and has no thread any
+    /// more. In both cases nothing on the lane is in flight.
     pub fn end(&mut self, lane: u16) {
         self.live.remove(&lane);
     }

@@ -83,8 +83,8 @@ mistakes! {
         /// An abort waits until all earlier bytes are delivered. Right: the abort takes effect
         /// immediately.
         ResetBehindData,
-        /// The side that opens all lanes opens a lane once more when the request repeats. Right: it
-        /// uses each lane number once.
+        /// The side that opens all lanes opens a lane a second time if the request is repeated.
+        /// Right: it uses each lane number once.
         LaneOpenedTwice,
     }
     /// Every mistake in keying sessions.

@@ -13,17 +13,17 @@
 //!    the source switches over.
 //! 3. Otherwise, if almost nothing remains and the fixed costs alone exceed the
 //!    downtime limit, pre-copy ends, because no iteration helps.
-//! 4. Otherwise, at the time limit, the source cancels, or switches over whatever
-//!    the downtime ([`AtTimeLimit`]).
+//! 4. Otherwise, at the time limit, the source cancels, or switches over with any downtime
+//!    ([`AtTimeLimit`]).
 //! 5. Otherwise another iteration starts. If two or more iterations in a row do not shrink the
 //!    remainder by a quarter, the guest probably dirties memory faster than the link carries it,
 //!    and the guest is throttled if that is allowed.
 
-/// The first throttle step, in percent by which the guest is slowed. QEMU's `cpu-throttle-initial`
-/// has the same default.
+/// The first throttle: by how many percent the guest is slowed. QEMU's `cpu-throttle-initial` has
+/// the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// The increase, in percentage points, after each further iteration that does not shrink the
-/// remainder by a quarter.
+/// The increase of the throttle, in percentage points, after each further iteration that does not
+/// shrink the remainder by a quarter.
 pub const THROTTLE_STEP: u8 = 10;
 /// The maximum throttle, in percent. At 100 percent the guest would not run, as if it were
 /// paused.
@@ -66,8 +66,8 @@ pub struct Pass {
     pub since_start_ns: u64,
     /// Bytes per second that the destination received.
     pub bytes_per_s: u64,
-    /// Bytes that the remaining pages take on the wire. These are the pages that are
-    /// dirty now, or in flight and not acknowledged.
+    /// Bytes that the remaining pages take on the wire. The remaining pages are those that are
+    /// dirty now, and those that are in flight and not acknowledged.
     pub remaining_bytes: u64,
     /// Pages that the guest dirtied during the iteration.
     pub dirtied_pages: u64,

@@ -2,8 +2,8 @@
 //!
 //! Chunks are numbered without gaps, and the chunks of several lanes arrive nearly in order, so a
 //! few intervals cover a whole session. A lost lane leaves gaps that are never filled: its pages
-//! are resent under new numbers. A peer that numbers its chunks differently is rejected before the
-//! intervals cost much memory ([`MAX_CHUNK_GAPS`]).
+//! are resent in chunks with new numbers. A peer that numbers its chunks differently is rejected
+//! before the intervals cost much memory ([`MAX_CHUNK_GAPS`]).
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::limits::MAX_CHUNK_GAPS;
 /// The numbers of the chunks that have arrived.
 #[derive(Clone, Debug, Default)]
 pub struct Received {
-    /// Maps the first number of each interval to the number after its last.
+    /// Maps the first number of each interval to the number after the interval's last one.
     intervals: BTreeMap<u64, u64>,
     count: u64,
 }

@@ -4,12 +4,11 @@
 //! only one chunk. Of a chunk that is not acknowledged, only the ranges are kept, because its bytes
 //! can be read again from guest memory.
 //!
-//! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane; then,
-//! alternately, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`], while the
-//! lanes' threads call [`Schedule::next`] and the control thread calls
-//! [`Schedule::acknowledge`]; finally [`Schedule::finish`]. After a lost lane is fenced,
-//! call [`Schedule::lose_lane`]. [`crate::lanes`] decides which lanes exist and when a lane
-//! is lost.
+//! Order of calls: Call [`Schedule::new`], and [`Schedule::open_lane`] for each lane. Then call
+//! [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`] alternately, while the lanes' threads
+//! call [`Schedule::next`] and the control thread calls [`Schedule::acknowledge`]. Finally call
+//! [`Schedule::finish`]. After a lost lane is fenced, call [`Schedule::lose_lane`].
+//! [`crate::lanes`] decides which lanes exist and when a lane is lost.
 //!
 //! ```text
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
@@ -209,7 +208,7 @@ impl Schedule {
         self.finishing
     }
 
-    /// A lane's progress; `None` if it is not open.
+    /// A lane's progress; `None` if the lane is not open.
     #[must_use]
     pub fn course(&self, lane: u16) -> Option<LaneCourse> {
         self.lanes.get(&lane).map(|state| state.course)
@@ -321,9 +320,9 @@ impl Schedule {
     /// has zero pages, which need no payload. The new ranges are appended.
     /// Returns whether any were added.
     ///
-    /// No pages are added while the pending pages belong to another iteration (I4)
-    /// or [`MAX_IN_FLIGHT_RANGES`] is reached, or if the lane has been lost. If the
-    /// lane has been lost, all pages of the chunk are pending again.
+    /// No pages are added while the pending pages belong to another iteration (I4), while
+    /// [`MAX_IN_FLIGHT_RANGES`] is reached, or after the lane was lost. In the last case, all pages
+    /// of the chunk are pending again.
     pub fn extend(&mut self, plan: &mut ChunkPlan, room: u64) -> bool {
         if self.adding
             || plan.iteration != self.iteration

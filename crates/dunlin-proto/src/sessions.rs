@@ -8,8 +8,8 @@
 //!              ▲            │                    │
 //!              └──── end ───┴────────────────────┘
 //! ```
-//! A session belongs to at most one slot, and so does a VM: the second session of the same VM is
-//! refused.
+//! A session has at most one slot, and a VM has at most one session: a second session of the same
+//! VM is refused.
 //!
 //! Getters: [`Sessions::slot_of`]. Commands: [`Sessions::open`], [`Sessions::close`],
 //! [`Sessions::begin`], [`Sessions::describe`], [`Sessions::end`]. Event: [`Sessions::offered`].
@@ -38,9 +38,10 @@ struct Session {
 pub enum Route {
     /// To this slot's session, which may have begun with this offer.
     Slot(u64),
-    /// To no session: it is an inquiry about a session that has ended, to be answered from the records.
+    /// To no session: the offer is an inquiry about a session that has ended. The answer is in the
+    /// records.
     Inquiry,
-    /// To no session: it would begin a session, but no slot is free.
+    /// To no session: the offer would begin a session, but no slot is free.
     Full,
 }
 

@@ -2,13 +2,13 @@
 //!
 //! Each lane asks for the bytes of its next chunk and waits until they are granted. Requests of one
 //! session are granted in order. Among sessions, the one that has got the least comes first
-//! (start-time fair queueing: Goyal, Vin and Cheng, 1996), so the sessions that always have a
-//! request get equal shares, and also what the other sessions do not use. An idle session does not
-//! save up a share for later.
+//! (start-time fair queueing: Goyal, Vin and Cheng, 1996). Sessions that always have a request
+//! therefore get equal shares, and share equally what the other sessions do not use. An idle
+//! session does not save up a share for later.
 //!
-//! Getter: [`Shares::first`]. Commands: [`Shares::request`], [`Shares::claim`], [`Shares::abandon`].
-//! The caller supplies the current time. After each grant and each abandoned request, it wakes the
-//! lane of [`Shares::first`].
+//! Getter: [`Shares::first`]. Commands: [`Shares::request`], [`Shares::claim`],
+//! [`Shares::abandon`]. The caller supplies the current time. After each grant and each abandoned
+//! request, the caller wakes the lane of [`Shares::first`].
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -28,8 +28,8 @@ pub struct Shares {
 
 #[derive(Clone, Debug, Default)]
 struct Session {
-    /// The start tag of the first waiting request, in bytes. If no request waits, the finish tag of
-    /// the last request.
+    /// The start tag of the first waiting request, in bytes; the finish tag of the last request if
+    /// no request waits.
     start: u64,
     waiting: VecDeque<Request>,
 }
@@ -90,7 +90,7 @@ impl Shares {
         next.map(|(number, session)| (*number, session))
     }
 
-    /// Grants the request with this ticket, if it is its turn and its time has come.
+    /// Grants the request with this ticket if it is the next one and its time has come.
     pub fn claim(&mut self, ticket: u64, now_ns: u64) -> Claim {
         if self.first() != Some(ticket) {
             return Claim::Later;

@@ -57,7 +57,7 @@ impl Message {
     /// Appends header and body. The header says that the message must be
     /// understood, as for every message of version 1.
     ///
-    /// *accept* puts the session's secret into `out`; the caller wipes it.
+    /// *accept* writes the session's secret to `out`, which the caller has to wipe.
     ///
     /// # Errors
     /// The message has a value that a peer would reject; `out` is then unchanged.

@@ -1,5 +1,5 @@
-//! The regions of a VM's memory, as described in *describe*. The table is fixed
-//! for the session, and every range of every chunk is checked against it.
+//! The regions of a VM's memory, as listed in *describe*. The table is fixed for the session, and
+//! every range of every chunk is checked against it.
 
 use thiserror::Error;
 
@@ -200,7 +200,7 @@ impl RegionTable {
     /// Checks and sorts the regions.
     ///
     /// # Errors
-    /// [`RegionError`] if a region, their number or their total length is invalid.
+    /// [`RegionError`] if a region, the number of regions or their total length is invalid.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
         for region in &regions {
             region.check()?;

@@ -4,8 +4,9 @@ use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
 /// Looks at arbitrary first bytes, both unchanged and as the content of records of several sizes.
-/// Checks that each look asks for more bytes than have arrived, within bounds and never more than
-/// needed; that an error is final; and that the name does not depend on the record size.
+/// Checks that each look asks for more bytes than have arrived, but not for more than it needs or
+/// the limit allows. Also checks that an error is final, and that the name does not depend on the
+/// record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
     grows(bytes);
     let Some((&size, message)) = bytes.split_first() else {

@@ -187,7 +187,7 @@ fn held_bytes(message: &Message) -> usize {
 /// Decodes the region table of an otherwise valid *describe*.
 pub fn fuzz_region_table(bytes: &[u8]) {
     let mut message = vec![0; CONTROL_HEADER_BYTES];
-    // VM UUID and an empty name; the page length; not paused; no description.
+    // A VM UUID, an empty name, the page length, not paused, and an empty description.
     message.extend_from_slice(&[0; 18]);
     message.extend_from_slice(&4096_u32.to_le_bytes());
     message.extend_from_slice(&[0; 5]);

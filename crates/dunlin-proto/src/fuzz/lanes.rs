@@ -26,10 +26,10 @@ pub(super) fn key_usage(choices: &mut Choices<'_>) -> KeyUsage {
     }
 }
 
-/// Runs the source's lanes with arbitrary behaviour of the destination and the network. Checks
-/// that no pending page is forgotten; that lanes open under new numbers, and never more than
-/// wanted; that only opened lanes are closed or fenced; that giving up is reported once; and that
-/// no deadline is in the past after a poll.
+/// Runs the source's lanes with arbitrary behaviour of the destination and the network. Checks that
+/// no pending page is forgotten, that each lane gets a new number, and that no more lanes are
+/// opened than wanted. Also checks that only opened lanes are closed or fenced, that giving up is
+/// reported once, and that no deadline is in the past after a poll.
 pub fn fuzz_sending(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
@@ -163,9 +163,9 @@ pub fn fuzz_sending(bytes: &[u8]) {
 }
 
 /// Runs the destination's lanes with any input. Checks that every written chunk is reported once,
-/// and again on a new control lane; that no lane number is used twice; that a chunk is accepted
-/// only on an open lane; and that the memory is complete only if the counts match and no lane is
-/// left.
+/// and once more on each new control lane. Also checks that no lane number is used twice, that a
+/// chunk is accepted only on an open lane, and that the memory is complete only if the counts match
+/// and no lane is left.
 pub fn fuzz_receiving(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let lanes_max = choices.below(4) as u16 + 1;

@@ -147,8 +147,8 @@ pub fn fuzz_marks(bytes: &[u8]) {
 }
 
 /// Drives a rate cap with any sequence of pieces, pauses and changes of the rate. No piece may
-/// leave before its request or before an earlier piece. Between two changes, at most the rate
-/// plus one burst may leave.
+/// leave before its request or before an earlier piece. Between two changes, no more bytes may
+/// leave than the rate allows in that time, plus one burst.
 pub fn fuzz_pace(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let rate = |choices: &mut Choices<'_>| match choices.byte() % 4 {
@@ -197,8 +197,8 @@ pub fn fuzz_pace(bytes: &[u8]) {
 }
 
 /// Drives pre-copy with any sequence of measurements. Checks that it switches over only within the
-/// downtime limit or, if configured, at the time limit; that it gives up only as configured; that
-/// it never throttles a guest without permission; and that it ends at its time limit.
+/// downtime limit or, if configured, at the time limit. Also checks that it gives up only as
+/// configured, never throttles a guest without permission, and ends at its time limit.
 pub fn fuzz_precopy(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let goals = Goals {

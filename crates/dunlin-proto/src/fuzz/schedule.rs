@@ -55,8 +55,8 @@ struct Course {
 }
 
 /// Drives a schedule with any sequence of operations. Checks that a page is sent at most once per
-/// iteration, unless its lane was lost (I4); that no page is forgotten; and that each lane gets its
-/// marks in order, and after a mark only chunks of the next iteration.
+/// iteration, unless its lane was lost (I4), and that no page is forgotten. Also checks that each
+/// lane gets its marks in order and, after a mark, only chunks of the next iteration.
 pub fn fuzz_schedule(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut schedule = Schedule::new(REGIONS);

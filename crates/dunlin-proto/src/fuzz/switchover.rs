@@ -261,7 +261,7 @@ impl DestinationHistory {
                 }
             }
             (DestinationEvent::Drained, None) if !well => {
-                // Before `Drained`, another event arrives from a message that is drained.
+                // One of the drained messages causes another event before `Drained`.
                 self.owed = Some(event);
                 destination_event(choices)
             }

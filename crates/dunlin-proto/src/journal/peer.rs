@@ -2,10 +2,10 @@
 //! ask about the session, to settle it or to release it.
 //!
 //! A certificate may be renewed while a session is in doubt, so a principal names, if possible,
-//! what a renewal keeps: the pin that admitted the peer, or its name together with the authority
-//! that certified it. The journal stores it in the *peer block* after the two slots. Each attempt
-//! writes and syncs the block once, before the first record that a peer may ask about.
-//! docs/journal/peer.md lists every byte.
+//! what a renewal keeps: the pin that admitted the peer, or the peer's name together with the
+//! authority that certified this name. The journal stores the principal in the *peer block* after
+//! the two slots. Each attempt writes and syncs the block once, before the first record that a peer
+//! may ask about. docs/journal/peer.md lists every byte.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;

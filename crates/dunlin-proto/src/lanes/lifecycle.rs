@@ -47,8 +47,8 @@ pub struct Timeouts {
     pub retry_first_ns: u64,
     /// Upper limit of that delay.
     pub retry_last_ns: u64,
-    /// Timeout after which the migration or the channels end. It runs while no lane is up for
-    /// pending work, while a fence is not answered, and while the control lane is lost.
+    /// Timeout after which the migration or the channels end. It runs while work is pending and no
+    /// lane is up, while a fence is not answered, and while the control lane is lost.
     pub alone_ns: u64,
 }
 
@@ -87,8 +87,8 @@ pub enum Action {
     Cut(u16),
     /// Sends *fence* for this lane.
     Fence(u16),
-    /// Ends the migration or the channels, because for [`Timeouts::alone_ns`] no lane was up for
-    /// pending work or a fence was not answered.
+    /// Ends the migration or the channels, because for [`Timeouts::alone_ns`] either work was
+    /// pending and no lane was up, or a fence was not answered.
     GiveUp,
 }
 

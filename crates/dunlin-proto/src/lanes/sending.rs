@@ -389,9 +389,10 @@ impl Sending {
         }
     }
 
-    /// Restarts the timeouts of lanes that may be waiting at a mark for another lane. They run
-    /// again when the other lane has reached the mark. A lane that is being fenced blocks the other
-    /// lanes until it is fenced.
+    /// Restarts the timeouts of lanes that may be waiting at a mark for another lane.
+    /// [`Sending::poll`] calls this function each time, so the timeouts run only after the other
+    /// lane has reached the mark. A lane that is being fenced blocks the other lanes until it is
+    /// fenced.
     fn excuse_waiting(&mut self, now_ns: u64) {
         let at_destination = |lane: &Lane<Progress>| {
             !lane.is(State::Opening) && lane.load.confirmed != Position::End

@@ -38,8 +38,8 @@ pub struct LaneOpen {
     pub version: u16,
     /// The session.
     pub session: SessionId,
-    /// The lane's number, never used before in the session for this direction of a trunk. 0 is the
-    /// control lane.
+    /// The lane's number, never used before in the session or, in a tunnel, in this direction of
+    /// the trunk. 0 is the control lane.
     pub lane: u16,
     /// The lane's direction. In version 1 it is not on the wire.
     pub direction: LaneDirection,

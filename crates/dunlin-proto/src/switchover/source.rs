@@ -17,8 +17,8 @@ pub enum Source {
     Paused,
     /// *final* is sent.
     AwaitingReady,
-    /// *commit* is sent. From here on the VM must not run at the source unless the destination is
-    /// known to have aborted or an operator decides so.
+    /// *commit* is sent. From here on the VM must not run at the source, unless the destination has
+    /// reported *aborted* or an operator decides so.
     Committed,
     /// *commit* is sent, and no usable answer has arrived. The guest stays paused, and the source
     /// inquires at the destination.
@@ -134,9 +134,9 @@ use SourceAction as Do;
 /// The guest was not paused. *kept* is recorded before the message to the peer, because after the
 /// message the peer forgets the session and can no longer answer.
 const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
-/// The guest is resumed first, to keep the downtime short. A crash before *kept*
-/// is on disk leaves *committing*; the destination, which has received neither
-/// *commit* nor *cancel*, then answers *aborted*.
+/// The guest is resumed first, to keep the downtime short. If the source crashes before *kept* is
+/// on disk, the journal says *committing*. The destination, which has received neither *commit* nor
+/// *cancel*, then answers *aborted*.
 const KEEP_PAUSED: &[Do] = &[
     Do::ResumeGuest,
     Do::Note(SourceRecord::Kept),

@@ -302,7 +302,8 @@ fn chunk() -> impl Strategy<Value = (RegionTable, Vec<Range>)> {
                     }
                 }
             });
-        // Six ranges of at most 40 pages have fewer than the 256 pages of a chunk's payload.
+        // Six ranges of at most 40 pages have at most 240 pages. A chunk's payload has room for
+        // 256.
         (Just(table), vec(range, 1..=6))
     })
 }
@@ -403,8 +404,8 @@ proptest! {
         let bytes = encode(&message, &envelope);
         prop_assert_eq!(decode(&bytes[..cut.index(bytes.len())]), None);
 
-        // Truncated bytes with a header that announces the shorter body. Only a truncation just
-        // before the extension fields leaves a valid message.
+        // The body is truncated, and the header announces the shorter length. Only a truncation
+        // just before the extension fields leaves a valid message.
         let body = &bytes[CONTROL_HEADER_BYTES..];
         if body.is_empty() {
             return Ok(());
