@@ -20,8 +20,8 @@ fn reserved() -> u64 {
 }
 
 impl HugePages {
-    /// Reserves `pages` pages of 2 MiB in addition to those already reserved. Returns `None` if
-    /// that fails; panics in CI.
+    /// Reserves `pages` pages of 2 MiB in addition to those already reserved. If that fails, panics
+    /// in CI and otherwise returns `None`.
     #[must_use]
     pub fn reserve(pages: u64) -> Option<Self> {
         let before = reserved();
@@ -47,8 +47,8 @@ impl Drop for HugePages {
     }
 }
 
-/// Returns the host's policy for transparent huge pages, `madvise` or `always`. Returns `None` if
-/// it is `never` or the kernel lacks them; panics in CI.
+/// Returns the host's policy for transparent huge pages, `madvise` or `always`. If the policy is
+/// `never` or the kernel has no transparent huge pages, panics in CI and otherwise returns `None`.
 #[must_use]
 pub fn transparent() -> Option<String> {
     let file = "/sys/kernel/mm/transparent_hugepage/enabled";

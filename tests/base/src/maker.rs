@@ -35,7 +35,7 @@ impl Maker {
         format!("dunlin-test-{}-{}", self.id, self.started)
     }
 
-    /// The process of a complete name, or `None` if the name has another form.
+    /// The process that a complete name identifies, or `None` if the name has another form.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix("dunlin-test-")?.split('-');

@@ -1,5 +1,5 @@
-//! Temporary directories. A killed process leaves its directories behind; the next process that
-//! creates one removes them.
+//! Temporary directories. A killed process leaves its directories behind. The next process that
+//! creates a temporary directory removes them.
 
 use std::fs;
 use std::io;
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::maker::Maker;
 
-/// The file in a directory that names the child process to be killed when a later process removes
-/// the directory.
+/// The name of a file in a temporary directory. Its content identifies a child process, which is
+/// killed when a later process removes the directory.
 const PROCESS: &str = "process";
 /// A directory that is a tmpfs on most hosts.
 const MEMORY: &str = "/dev/shm";

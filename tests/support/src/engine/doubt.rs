@@ -1,5 +1,6 @@
-//! Two hosts for tests of failures around *commit*: journals, a relay that swallows, cuts and
-//! redirects connections at events of the engine, and inquiries that the test itself sends.
+//! Two hosts for tests of failures around *commit*. Each has a journal. A relay between them
+//! swallows, cuts and redirects connections at events of the engine. The test itself can send
+//! inquiries.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

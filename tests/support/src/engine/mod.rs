@@ -37,7 +37,7 @@ use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 /// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// A function that is called with the name of each of the VM's steps that can fail.
+/// A function that is called before each step of the VM that can fail, with the step's name.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 /// A function that is called with each VM that a [`TestBuilder`] has built.
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
@@ -70,7 +70,7 @@ pub struct TestVm {
     pub uuid: Mutex<[u8; 16]>,
     /// The step that fails, if a test plants a fault.
     pub fail: Mutex<Option<&'static str>>,
-    /// A replacement for the search for the pages to send, if a test plants a wrong search.
+    /// Replaces the search for the pages to send, if a test plants a wrong search.
     pub scan: Mutex<Option<Scan>>,
     /// Called with the name of a step that can fail, before the step is executed.
     pub hook: Mutex<Option<Hook>>,
@@ -412,7 +412,7 @@ pub fn send(
     (result, events.into_inner().unwrap())
 }
 
-/// Like [`send`], and passes each event to `observe` when it occurs.
+/// Like [`send`], but also passes each event to `observe` when it occurs.
 pub fn send_observed(
     vm: &Arc<TestVm>,
     to: &str,

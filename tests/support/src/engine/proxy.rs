@@ -19,7 +19,7 @@ use dunlin_proto::frame::FRAME_HEADER_BYTES;
 use dunlin_proto::negotiate::{LaneDirection, LaneOpen, VERSIONS};
 
 /// The number of bytes by which the body of a TLS 1.3 record exceeds its content: one byte for the
-/// inner content type, and the tag.
+/// inner content type, and 16 for the tag.
 const RECORD_OVERHEAD: usize = 17;
 const RECORD_HEADER_BYTES: usize = 5;
 /// The number of buffered bytes at which the proxy stops reading from the near side of a held

@@ -1,5 +1,5 @@
-//! A VM with three kinds of regions: with a hole, on huge pages, and for device state that is too
-//! large for sections. It records the order of the engine's calls on both sides.
+//! A VM with three regions: one with a hole, one on huge pages, and one for device state that is
+//! too large for sections. The VM records the order of the engine's calls on both sides.
 
 use std::io;
 use std::net::TcpListener;

@@ -201,8 +201,8 @@ pub struct Liar<'a> {
     pub tls: &'a ClientTls,
 }
 
-/// Connections that a liar keeps open until it has received the reply to its lie. If it dropped the
-/// lane, the destination could report the lost lane instead of the lie.
+/// Connections that a liar keeps open until it has received the reply to its lie. If the liar
+/// closed the lane earlier, the destination could report the lost lane instead of the lie.
 pub struct Held {
     pub peer: Peer,
     pub lane: Option<DataSender>,
@@ -299,7 +299,7 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
 }
 
 /// Runs `lie` against a destination. The session must fail with `fault` and an error that contains
-/// `text`. A VM that was built must be discarded without having run, and the liar must receive a
+/// `text`. A VM that was built must be discarded without having run. The liar must receive a
 /// *cancel* with `fault`, unless `fault` is the loss of a data lane or of the control lane.
 pub fn refused_by_destination(
     row: &str,

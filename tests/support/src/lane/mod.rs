@@ -56,7 +56,7 @@ impl Authority {
         self.host_until(names, 2096)
     }
 
-    /// Issues another certificate for the key of a host, with these names. Returns the key and the
+    /// Issues another certificate with these names for the key of a host. Returns the key and the
     /// certificate, both in PEM.
     pub fn renew(&self, host: &Path, names: &[&str]) -> (String, String) {
         let key = fs::read_to_string(host.join("key.pem")).unwrap();

@@ -1,8 +1,9 @@
 //! Replays one side of a recorded session.
 //!
-//! The player sends each recorded message once the other side has sent everything that precedes it
-//! in the recording, that is, at least as many messages of each kind. Acknowledgements, pings and
-//! pongs are not counted, because their number may differ, nor are unknown messages.
+//! The player sends a recorded message as soon as the other side has sent everything that precedes
+//! it in the recording, that is, at least as many messages of each kind. Acknowledgements, pings
+//! and pongs are not counted, because their number may differ. Unknown messages are not counted
+//! either.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -67,7 +68,7 @@ impl Heard {
     }
 }
 
-/// Starts a thread that receives the messages of a connection until it ends.
+/// Starts a thread that receives the messages of a connection until the connection ends.
 fn listen(stream: &Arc<ControlStream>, lane: u16, from: Side, mut at: Stage, heard: &Arc<Heard>) {
     let (stream, heard) = (Arc::clone(stream), Arc::clone(heard));
     thread::spawn(move || {

@@ -70,7 +70,7 @@ fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<E
                 at = Stage::Control;
             }
         } else {
-            // In this direction, a data lane carries only its close.
+            // In this direction, a data lane carries nothing; only its end is read.
             let _ = far_again.receive(&mut [0], soon());
         }
         let _ = near_again.close();

@@ -34,7 +34,8 @@ pub fn identities(identity: Identity) -> Identities {
     identities_with(identity, offload())
 }
 
-/// Where records are sealed unless a test specifies it. The variable `DUNLIN_OFFLOAD` can set it.
+/// Where records are sealed if a test does not specify it: the value of the variable
+/// `DUNLIN_OFFLOAD`, or [`Offload::Auto`].
 fn offload() -> Offload {
     match std::env::var("DUNLIN_OFFLOAD") {
         Ok(offload) => offload.parse().unwrap(),
@@ -241,7 +242,8 @@ impl Pair {
     }
 }
 
-/// Fills the backlog of a unix socket on which no process accepts; returns the connections.
+/// Fills the backlog of a unix socket on which the test accepts no connections; returns the
+/// connections.
 pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
     let soon = || Instant::now() + Duration::from_millis(20);
     let (_waker, stop) = dunlin_linux::poll::waker().unwrap();

@@ -91,8 +91,8 @@ pub fn read_opening(control: &ControlStream) -> Opening {
     Opening::decode(&prelude, &body).unwrap()
 }
 
-/// Receives a message and answers a ping; `None` for a message of an unknown kind. Returns an error if
-/// the trunk has ended.
+/// Receives a message, and answers it if it is a ping. Returns `None` for a message of an unknown
+/// kind, and an error if the trunk has ended.
 pub fn receive(control: &ControlStream) -> Result<Option<Message>, control::ControlError> {
     let mut bytes = [0; MESSAGE_HEADER_BYTES];
     control.receive_exact(&mut bytes, soon())?;

@@ -1,4 +1,4 @@
-//! A TCP relay in front of the far tunnel, which can delay, cut or swallow its connections.
+//! A TCP relay in front of the far tunnel. It can delay, cut or swallow connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -166,7 +166,8 @@ impl Relay {
         self.delayed.store(link, Ordering::SeqCst);
     }
 
-    /// Closes every later connection at once, or forwards it again.
+    /// With `refuses`, closes every later connection at once. Otherwise forwards later connections
+    /// again.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::SeqCst);
     }
