@@ -34,10 +34,11 @@ impl Common {
         }
     }
 
-    /// Records a beat of a vCPU at time `tsc` of the guest's clock. Waits until that vCPU may visit
-    /// more pages and returns the number of visits: 0 if the vCPU must leave the guest instead, or
-    /// has only to send its next beat; `None` if the guest must power off. The function `visits`
-    /// returns the number of visits by all vCPUs so far.
+    /// Records a beat of a vCPU at time `tsc` of the guest's clock, and waits until the vCPU's next
+    /// turn. Returns the number of pages that the vCPU may visit in that turn. It is 0 if the turn
+    /// is only for the next beat, or if the vCPU must leave the guest. Returns `None`, without
+    /// waiting, if the guest must power off. The function `visits` returns the number of visits
+    /// that all vCPUs have made so far.
     pub(crate) fn beat(
         &self,
         vcpu: u8,

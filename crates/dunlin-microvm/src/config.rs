@@ -101,8 +101,8 @@ impl HostOptions {
 
     /// Sets whether an arriving machine keeps a digest of each page, for
     /// [`Movable::digests_at_resume`](crate::Movable::digests_at_resume). The digests take CPU time
-    /// for each page received and 8 bytes of memory for each guest page, or 16 bytes during that
-    /// call.
+    /// for each page received, and 8 bytes of memory for each guest page (16 bytes while that
+    /// method runs).
     #[must_use]
     pub fn digests(mut self, kept: bool) -> Self {
         self.digests = kept;

@@ -33,7 +33,7 @@ const TSC_TOLERANCE_PPM: u64 = 250;
 pub struct VmDescription {
     /// The machine's configuration.
     pub config: Config,
-    /// Frequency of the guest's TSC in kHz, or of a process guest's clock.
+    /// Frequency in kHz of the guest's TSC or, for a process guest, of its clock.
     pub tsc_khz: u32,
     pub(crate) cpuid: Table,
 }
@@ -84,7 +84,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Returns what this host's KVM can provide. It keeps the result, because the query creates a
+    /// Returns what this host's KVM can provide. The result is kept, because the query creates a
     /// virtual machine and takes a few tens of milliseconds.
     pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
         static HOST: OnceLock<Host> = OnceLock::new();

@@ -79,8 +79,8 @@ impl PageDigests {
         }
     }
 
-    /// Returns, for each 2 MiB of memory, a digest of the digests of its pages, in the order of
-    /// regions.
+    /// Returns one digest for each 2 MiB of memory, computed from the digests of its pages, in the
+    /// order of regions.
     pub(crate) fn blocks(&self) -> Vec<u64> {
         let blocks = self.0.iter().flat_map(|region| region.chunks(BLOCK_PAGES));
         let digest = |block: &[AtomicU64]| {

@@ -1,5 +1,5 @@
-//! A guest that does nothing but exit to the VMM. A test of `dunlin vm` measures the cost of an
-//! entry into the guest with it.
+//! A guest that does nothing but exit to the VMM. A test of `dunlin vm` uses it to measure the cost
+//! of an entry into a guest.
 
 use std::io;
 use std::sync::Arc;

@@ -195,7 +195,7 @@ impl Vcpu {
     /// KVM_EXIT_IO).
     ///
     /// # Errors
-    /// An error from KVM_RUN other than EINTR, or KVM ran the guest.
+    /// An error from KVM_RUN other than EINTR. It is also an error if KVM ran the guest.
     pub(crate) fn complete_exit(&mut self) -> io::Result<()> {
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {
@@ -471,7 +471,8 @@ mod tests {
     }
 
     /// Measures what one fetch of KVM's dirty log costs if the memory has 1 TiB and no page of it
-    /// is dirty: the kernel's search of a bitmap of 32 MiB, its copy, and the count of its bits.
+    /// is dirty: the kernel's search of a bitmap of 32 MiB, the copy of the bitmap, and the count
+    /// of its bits.
     ///
     /// `cargo test --release -p dunlin-microvm -- --ignored --nocapture dirty_log_of_1_tib`
     #[test]

@@ -74,8 +74,7 @@ pub(crate) fn fill_end(config: &Config) -> u64 {
     first + filled.min(room)
 }
 
-/// The signature of a page, which is the exclusive or of all its words. `None` if `fill` leaves the
-/// page zero.
+/// The signature of a page: the XOR of all its words. `None` if `fill` leaves the page zero.
 pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     let product = frame.wrapping_mul(SIGNATURE);
     match fill {

@@ -9,8 +9,8 @@
 //! On a host without /dev/kvm, threads of the process can act as the guest
 //! ([`GuestKind::Process`]). Write-protection logs their writes.
 //!
-//! - [`Config`] is the configuration of a machine; [`VmDescription`] carries it to the
-//!   destination, and [`check_description`] rejects there what the host cannot run.
+//! - [`Config`] is the configuration of a machine. [`VmDescription`] carries it to the destination,
+//!   where [`check_description`] checks whether the host can run the machine.
 //! - [`HostOptions`] are options that each host sets for itself.
 //! - [`Vm`] is the machine: create, fill, start, pause, throttle, observe.
 //! - [`Vm::dirty_logs`] log writes; [`Vm::save`] and [`Vm::load`] transfer the other state.

@@ -70,9 +70,9 @@ impl Movable {
         Ok(PageDigests::of(&*self.memory)?.blocks())
     }
 
-    /// Returns digests of an arrived machine's memory as it was when the guest resumed, one for
-    /// each 2 MiB. The guest may run during this call. If it has written to a page since it
-    /// resumed, the call uses the digest that a lane computed when the page arrived.
+    /// Returns one digest for each 2 MiB of an arrived machine's memory, as the memory was when the
+    /// guest resumed. The guest may run during this call. For a page that was written after the
+    /// resume, the call uses the digest that a lane computed when the page arrived.
     ///
     /// Call this method once, before the next migration. The machine must have been built with
     /// [`HostOptions::digests`].

@@ -113,8 +113,8 @@ impl Pacer {
         }
     }
 
-    /// Returns a turn without visits. Its beat is due one millisecond after the last such beat, or
-    /// immediately if that time has passed.
+    /// Returns a turn without visits. Its beat is due one millisecond after the beat of the last
+    /// such turn, or immediately if that time has passed.
     fn beat_only(&mut self, now: Instant) -> Turn {
         self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);
         Turn {
@@ -226,7 +226,7 @@ mod tests {
             beats += 1;
         }
         assert!((999..=1001).contains(&beats), "{beats}");
-        // The vCPU does not run for a second. It does not make up for the beats that it missed.
+        // The vCPU pauses for a second. It does not make up for the beats that it missed.
         now += Duration::from_secs(1);
         assert_eq!(pacer.turn(now, 0).due, now);
         assert_eq!(pacer.turn(now, 0).due, now + BEAT);

@@ -91,8 +91,8 @@ pub enum CreateError {
 }
 
 impl Vm {
-    /// Builds a machine that has not started, so the guest is before its first instruction. Its
-    /// memory has the initial content, except for the pages that [`Vm::fill`] writes.
+    /// Builds a machine that has not started, so the guest is before its first instruction. All
+    /// memory has its initial content, except for the pages that [`Vm::fill`] writes.
     ///
     /// # Errors
     /// See [`CreateError`].

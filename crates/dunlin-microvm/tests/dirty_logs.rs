@@ -1,4 +1,4 @@
-//! Runs the conformance test of dirty logs on a machine's logs, with each kind of guest, and of
+//! Runs the conformance test of dirty logs on a machine's logs with each kind of guest, and on
 //! write-protection with a KVM guest. Also tests the log of the memory above the hole.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]

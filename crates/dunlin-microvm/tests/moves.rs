@@ -26,8 +26,8 @@ fn rounds() -> u16 {
     }
 }
 
-/// Waits until the guest has completed a pass over all its pages that began after this call. If the
-/// guest visits no pages, waits for beats instead.
+/// Waits until the guest has completed a pass that began after this call, over all its pages. If
+/// the guest visits no pages, waits for beats instead.
 fn goes_on(vm: &Vm) {
     if vm.config().workload == Workload::Idle {
         let beats = vm.stats().beats;

@@ -386,7 +386,7 @@ const FIELDS: [(&str, usize, &[u8]); 20] = [
     ("vcpu.debug-registers", 0, &[0, 0x10, 0, 0x10]),
     ("vcpu.debug-registers", 24, &[0, 0x30, 0, 0x10]),
     ("vcpu.debug-registers", 40, &[0x81, 0x04]),
-    // An exception with an error code that is being delivered. One NMI is pending, and further
+    // An exception that is being delivered, with an error code. One NMI is pending, and further
     // NMIs are masked.
     ("vcpu.events", 0, &[1, 14, 1]),
     ("vcpu.events", 4, &[2]),
@@ -456,7 +456,8 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
     let Some(_turn) = kvm() else { return };
     const HOUR_NS: u64 = 3_600_000_000_000;
     const AWAY: Duration = Duration::from_millis(300);
-    // Offset of the guest's clock, which follows two clocks of the host and the host's boot id.
+    // Offset of the guest's clock in the section. Two clocks of the host and the host's boot id
+    // precede it.
     const NANOSECONDS: usize = 16 + 36;
     let (source, mut sections) = source();
     let clock = |sections: &[Section]| {

@@ -92,9 +92,9 @@ const fn of_bytes(bytes: usize, get: u32, set: u32) -> Interface {
     }
 }
 
-/// Passes a buffer that starts with `given` to an ioctl that transfers at most `bytes`
-/// bytes, and returns the buffer's content afterwards. The buffer has the alignment of
-/// KVM's most strictly aligned structure.
+/// Calls an ioctl with a buffer that starts with `given`, and returns the buffer's content
+/// afterwards. The ioctl transfers at most `bytes` bytes. The buffer has the alignment of KVM's
+/// most strictly aligned structure.
 pub(super) fn exchange(
     fd: RawFd,
     ioctl: libc::c_ulong,
