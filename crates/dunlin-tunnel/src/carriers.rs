@@ -42,8 +42,8 @@ impl Carriers {
             .carry(entrance, security, listener, parameter, socket);
     }
 
-    /// Returns the trunk to the peer of a redirected entrance. Dials it if there is none. Also
-    /// tests the port of a relay.
+    /// Returns the trunk that leads to the peer of a redirected entrance, or dials one if there is
+    /// none. Also tests the port of a relay.
     ///
     /// # Errors
     /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.

@@ -27,7 +27,7 @@ struct Channel {
 enum Consumer {
     Connected,
     /// The consumer has closed the connection. If this side then aborts the channel with the
-    /// failure's code, it reports this failure.
+    /// failure's code, this failure is reported.
     Gone(Failure),
 }
 

@@ -29,8 +29,8 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(20);
 /// The maximum number of echoes of one trunk. Each has a thread.
 const ECHOES: usize = 4;
 
-/// Starts an echo. `echoes` counts those of the same trunk that have not ended. Returns its
-/// connection.
+/// Starts an echo and returns its connection. `echoes` counts the echoes of the same trunk that
+/// have not ended.
 ///
 /// # Errors
 /// Too many echoes run, or the process has no free descriptors or threads.

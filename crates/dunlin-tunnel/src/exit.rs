@@ -43,8 +43,8 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     hub.settle(&mut core);
 }
 
-/// Connects to a route that every tunnel has, for a peer that may use one of its targets. `None` if
-/// there is no such route for this peer.
+/// Connects to a route that every tunnel has, for a peer that may use one of this side's targets.
+/// `None` if there is no such route for this peer.
 fn built_in(hub: &Hub, route: &str) -> Option<io::Result<Stream>> {
     if !matches!(route, ECHO_ROUTE | REPORT_ROUTE) || !hub.site.has_exit_for(&hub.terms.peer) {
         return None;

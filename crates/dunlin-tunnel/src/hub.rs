@@ -262,7 +262,7 @@ impl Hub {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Begins the admission of a lane of this direction. Dropping the result ends it.
+    /// Begins the admission of a lane of this direction. Dropping the result ends the admission.
     ///
     /// # Errors
     /// Too many lanes are being admitted.
@@ -293,8 +293,8 @@ impl Hub {
         Ok(())
     }
 
-    /// Carries out the decisions of the core since the last call, and wakes the threads that have
-    /// work.
+    /// Carries out the decisions that the core has made since the last call, and wakes the threads
+    /// that have work.
     pub(super) fn settle(&self, core: &mut Core) {
         let now_ns = self.now_ns();
         while let Some(action) = core.trunk.poll(now_ns) {
@@ -521,7 +521,7 @@ impl Hub {
         core.cutters.values().any(Canceller::is_established)
     }
 
-    /// Raises the number of lanes to `lanes`, or to the peer's limit.
+    /// Raises the number of lanes to `lanes`, or to the peer's limit if that is lower.
     pub(super) fn raise_lanes(&self, lanes: u16) {
         let mut core = self.lock();
         core.trunk.raise_lanes(lanes.min(self.terms.peer_lanes));

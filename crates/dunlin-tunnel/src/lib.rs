@@ -170,7 +170,8 @@ impl TunnelBuilder<'_> {
 
     /// The implementation of lanes over IPsec, for routes with [`Mode::StripeOverIpsec`] and for
     /// peers that offer IPsec. If `sealed` is `None`, the tunnel refuses peers that offer IPsec. A
-    /// tunnel without a listener ignores `sealed`, because peers could not open their lanes to it.
+    /// tunnel without a listener ignores `sealed`, because peers could not open their lanes to such
+    /// a tunnel.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
@@ -181,9 +182,9 @@ impl TunnelBuilder<'_> {
         Self { observer, ..self }
     }
 
-    /// Answers [`Tunnel::report`] of peers that may use one of this side's targets: `reporter`
-    /// makes a text of at most [`MAX_REPORT_BYTES`], at most once a second for each trunk. Without
-    /// a reporter the tunnel refuses them.
+    /// Sets how to answer [`Tunnel::report`] of peers that may use one of this side's targets.
+    /// `reporter` makes a text of at most [`MAX_REPORT_BYTES`], at most once a second for each
+    /// trunk. Without a reporter the tunnel refuses such requests.
     pub fn report(self, reporter: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let reporter = Some(Box::new(reporter) as Reporter);
         Self { reporter, ..self }
@@ -291,8 +292,8 @@ impl Tunnel {
         self.address
     }
 
-    /// The name of each route that has a listener, and its address. A configured port of 0 is
-    /// replaced with the port that the kernel chose.
+    /// The name of each route that has a listener, and the listener's address. A configured port of
+    /// 0 is replaced with the port that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
         let of =
             |listener: &EntranceListener| (listener.entrance().route, listener.listens_on.clone());
@@ -393,9 +394,9 @@ impl Tunnel {
         on_demand.clone()
     }
 
-    /// Sends `bytes`, at most [`MAX_PROBE_BYTES`], through a channel to the peer of `entrance` and
-    /// reads them back, over a trunk with the entrance's settings. The peer's tunnel returns the
-    /// bytes if this side may use one of its targets.
+    /// Sends `bytes`, at most [`MAX_PROBE_BYTES`], through a channel to the peer of `entrance`, and
+    /// reads them back. The channel is on a trunk with the entrance's settings. The peer's tunnel
+    /// returns the bytes if this side may use one of its targets.
     ///
     /// # Errors
     /// [`Failure`]: the reason why the channel was refused or failed. The channels of other
@@ -446,8 +447,8 @@ impl Tunnel {
         self.site.lanes_lost.load(Ordering::Relaxed)
     }
 
-    /// The validity of each item in the identities of the tunnel: first of those for connections
-    /// that it dials, then of those for connections that it accepts.
+    /// The validity of each item in the tunnel's identities: first the items for connections that
+    /// the tunnel dials, then the other items, for connections that it accepts.
     pub fn validity(&self) -> Vec<Dated> {
         let identities = self.site.identities();
         let (dialled, accepted) = (&identities.connecting, &identities.accepting);

@@ -126,8 +126,9 @@ struct SocketFile {
 
 /// A listener with the file of its unix socket, if it created one.
 pub(super) struct LastingListener {
-    /// Declared before the listeners, and therefore dropped before them: while a listener is open,
-    /// no socket of another process can have its file's inode, which identifies the file to remove.
+    /// Declared before the listeners, and therefore dropped before them. The file to remove is
+    /// identified by its inode. While a listener is open, no socket of another process can have the
+    /// same inode.
     file: Option<SocketFile>,
     /// `None` while it is lost.
     listener: Option<Listener>,

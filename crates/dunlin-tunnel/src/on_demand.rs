@@ -32,7 +32,7 @@ use super::parameter::Parameter;
 use super::route::Listen;
 
 /// How many listeners of [`super::Tunnel::open`] may exist at the same time. A host migrates fewer
-/// VMs simultaneously. Each costs a thread and a descriptor.
+/// VMs simultaneously. Each listener costs a thread and a descriptor.
 pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
 
 /// A request for a listener, for [`super::Tunnel::open`].
@@ -48,7 +48,7 @@ pub struct Demand {
     pub lanes: Option<u16>,
     /// Whether the listener accepts only one connection.
     pub once: bool,
-    /// The owner, group and mode of a unix socket. Those that are `None` are the route's.
+    /// The owner, group and mode of a unix socket. A field that is `None` takes the route's value.
     pub access: FileAccess,
 }
 

@@ -34,9 +34,9 @@ pub enum Mode {
     /// window are ignored.
     Relay(OldestTls),
     /// Each connection gets its own TLS 1.3 connection to this port of the host in
-    /// [`Entrance::to`], at which the peer's tunnel has a [`RelayExit`] with [`Target::Ports`]. The
-    /// connection's parameter `port` is sent as the server name of the handshake. The trunk to `to`
-    /// carries none of the connections: it shows whether the peer's tunnel runs.
+    /// [`Entrance::to`]. At this port the peer's tunnel has a [`RelayExit`] with [`Target::Ports`].
+    /// The connection's parameter `port` is sent as the server name of the handshake. The trunk to
+    /// `to` carries none of the connections, and only shows whether the peer's tunnel runs.
     RelayAt(u16),
 }
 
@@ -416,7 +416,7 @@ pub struct Limits {
     pub peer_bytes: u64,
     /// The maximum number of trunks.
     pub trunks: usize,
-    /// The number of lanes on which this side sends on a trunk that a peer dialled. If the peer
+    /// On a trunk that a peer dialled, the number of lanes on which this side sends. If the peer
     /// accepts fewer, this side uses fewer.
     pub lanes: u16,
     /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time

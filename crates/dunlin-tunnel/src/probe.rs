@@ -1,5 +1,5 @@
-//! Probes: bytes that go to a peer and back, to test the path before a VM depends on it; and
-//! requests for a peer's report. The peer's side is in `echo` and `report`.
+//! Probes of the path to a peer, and requests for a peer's report. A probe sends bytes to the peer
+//! and back, to test the path before a VM depends on it. The peer's side is in `echo` and `report`.
 
 use dunlin_lane::sync::{self, lock};
 use std::io::{self, Read, Write};
@@ -41,7 +41,7 @@ pub struct Probe {
 pub struct Report {
     /// The text, at most [`MAX_REPORT_BYTES`]. The peer chose it.
     pub text: String,
-    /// The time from the request to the end of the text. The peer made the report within it.
+    /// The time from the request to the end of the text. The peer made the report within this time.
     pub elapsed: Duration,
 }
 
@@ -126,8 +126,8 @@ impl Channel {
         })
     }
 
-    /// Ends the channel after `error`. Returns the reason for the channel's end or, if it has none,
-    /// `text` with `error`.
+    /// Ends the channel after `error`. Returns the reason for the channel's end or, if none is
+    /// reported, `text` with `error`.
     fn failure(self, text: String, error: &io::Error) -> Failure {
         drop(self.stream);
         let failure = self.outcome.failure(TIMEOUT);

@@ -22,7 +22,8 @@ use dunlin_proto::pace::Pace;
 /// The lowest rate, in bytes per second. It allows a read of 3 KiB every 50 ms.
 pub const LEAST_RATE: u64 = 64 << 10;
 
-/// A read returns at most as many bytes as the limit allows in one second divided by this number.
+/// A read returns at most the number of bytes that the limit allows in one second, divided by this
+/// number.
 ///
 /// Formula: 50 ms. After a read, a channel is not read for up to 50 ms times the number of channels
 /// that share the limit, even if the limit is raised in the meantime.
@@ -39,8 +40,8 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    /// The lowest of the rates that apply to a peer. To a peer that a pin admitted, only the rates
-    /// of pins apply.
+    /// The lowest of the rates that apply to a peer. If a pin admitted the peer, only the rates of
+    /// pins apply.
     pub(super) fn of_peer(&self, identity: &PeerIdentity) -> Option<u64> {
         let applies = |peer: &Peer| {
             let one = Peers::OneOf(vec![peer.clone()]);

@@ -4,8 +4,8 @@
 //! socket of the first one and binds the path again. A later channel of the first VM would then
 //! reach the hypervisor of the second one. The tunnel cannot tell which VM a channel belongs to.
 //! But it records to which socket the open channels of a path are connected, by the inode. The
-//! kernel does not use that inode again while one of them is open. Until they have ended, further
-//! channels to the path are connected to the same socket or refused.
+//! kernel does not use that inode again while one of these channels is open. Until all of them have
+//! ended, further channels to the path are connected to the same socket or refused.
 //!
 //! ```text
 //!   channel 1 ─▶ /run/in.sock, inode 7 ─▶ QEMU of VM 1     open
@@ -69,10 +69,11 @@ impl ReachedSockets {
 }
 
 impl Reached {
-    /// Checks, after the channel has connected, that it was still the same socket.
+    /// Checks, after the channel has connected, that no other process has bound the path since
+    /// [`ReachedSockets::enter`].
     ///
     /// # Errors
-    /// Another process has bound the path meanwhile.
+    /// Another process has bound the path.
     pub(super) fn check(&self, route: &str) -> Result<(), Failure> {
         match id_of(&self.path) {
             Ok(id) if id != self.id => Err(replaced(route, &self.path)),
@@ -94,8 +95,9 @@ impl Drop for Reached {
     }
 }
 
-/// A connection owns its tally. As a tally, this value therefore exists, and its channel counts as
-/// connected to the socket, until the connection is closed. It ignores what is reported to it.
+/// A connection owns its tally. This value is a tally only so that it is dropped when the
+/// connection is closed: until then, its channel counts as connected to the socket. It ignores all
+/// reports.
 impl Tally for Reached {
     fn begins(&self) {}
 

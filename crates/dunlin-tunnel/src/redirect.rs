@@ -41,12 +41,12 @@ use super::threads::Worker;
 /// The time before a peer that does not answer is dialled again, at first and at most.
 const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 
-/// How often a gate checks whether its trunk has its control lane.
+/// How often a gate checks whether the control lane of its trunk is up.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Keeps a trunk to a peer up, and listens while it is up. Dropping the gate closes the listener;
-/// its channels stay open. If the gate is dialling then, its thread continues until the dial has
-/// ended. The tunnel joins the thread when the tunnel ends.
+/// its channels stay open. If the gate is dialling at that time, its thread continues until the
+/// dial has ended. The tunnel joins the thread when the tunnel ends.
 pub(super) struct Gate {
     stop: Waker,
 }

@@ -20,9 +20,10 @@ pub enum Listen {
     Passed(String),
     /// No listener until [`super::Tunnel::open`] opens one.
     OnDemand,
-    /// A port on 127.0.0.1 and ::1, to which the packet filter redirects connections to these ports
-    /// at this address. The tunnel keeps a trunk to the peer up, and listens only while it is up:
-    /// otherwise the program that connects is refused at once, as it would be by the peer itself.
+    /// A port on 127.0.0.1 and ::1, to which the packet filter redirects the connections to
+    /// `address` and `ports`. The tunnel keeps a trunk to the peer up, and listens only while the
+    /// trunk is up. At other times a connection is refused at once, as it would be by the peer
+    /// itself.
     Redirected {
         /// A peer's address.
         address: IpAddr,
@@ -57,7 +58,7 @@ pub enum Target {
     /// standard input and output.
     Exec(Vec<String>),
     /// The port that the channel's parameter `port` names, if it is one of `ports`, at the first of
-    /// these local addresses that accepts the connection.
+    /// the local `addresses` that accepts the connection.
     Ports {
         /// The addresses, in the order in which they are tried.
         addresses: Vec<IpAddr>,

@@ -147,7 +147,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                 let header = Frame::End { frames }.to_bytes();
                 let ended = sender.send(&header).and_then(|()| match sender.finish() {
                     // The peer closes the connection when it has read the end, maybe before this
-                    // side does. What it has not acknowledged is sent again in any case.
+                    // side does. What the peer has not acknowledged is sent again in any case.
                     Err(SendError::Io(_) | SendError::PeerClosed) => Ok(()),
                     result => result.map(drop),
                 });
@@ -184,8 +184,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
     result
 }
 
-/// Watches the sockets of delayed channels again: of those that may be read at `now` or, without
-/// `now`, of all. Returns how long the next delayed channel has to wait.
+/// Watches again the sockets of the delayed channels that may be read at `now` or, without `now`,
+/// of all delayed channels. Returns how long the next delayed channel has to wait.
 fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration> {
     if core.delayed.is_empty() {
         return None;

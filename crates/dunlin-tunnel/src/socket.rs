@@ -239,8 +239,8 @@ impl Socket {
 
     /// Whether an error of the connection fails its channel immediately, even if received bytes
     /// have not been read. If so, a thread must poll for the error while no thread reads. The
-    /// kernel does not differ between TCP and unix sockets here: it reports an error of either
-    /// immediately, and reads return the received bytes before the error.
+    /// kernel treats TCP and unix sockets alike here: it reports an error immediately, and reads
+    /// return the received bytes before the error.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }

@@ -43,8 +43,8 @@ pub struct LaneStatus {
     pub lane: u16,
     /// Whether this side sends on the lane.
     pub sends: bool,
-    /// Bytes of the lane's direction on the connection, with TLS records and headers: sent and
-    /// acknowledged, or received.
+    /// Bytes that the connection has carried in the lane's direction, including TLS records and
+    /// headers. Sent bytes count when they are acknowledged.
     pub bytes: u64,
     /// The number of segments that this side sent again.
     pub retransmits: u32,

@@ -1,5 +1,5 @@
-//! The talker of a trunk, which sends its messages, runs its timers and starts its threads; the
-//! reader of its control lane; and how a lost control lane is resumed.
+//! The talker of a trunk, the reader of its control lane, and the resumption of a lost control
+//! lane. The talker sends the trunk's messages, runs its timers and starts its threads.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -93,9 +93,9 @@ fn enter(
     }
 }
 
-/// Connects to the first of these addresses of this host that accepts a connection at `port`.
-/// Returns the error of the last one. An address of another host is refused, because the connection
-/// would carry the channel's bytes there in the clear.
+/// Connects to the first of these addresses of this host that accepts a connection at `port`. If
+/// none does, returns the error of the last address. An address of another host is refused, because
+/// the connection would carry the channel's bytes there in the clear.
 fn connect_first(
     site: &Site,
     addresses: &[IpAddr],

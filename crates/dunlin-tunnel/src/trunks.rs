@@ -1,5 +1,5 @@
-//! The trunks of a tunnel. A trunk is dialled when the first connection for a peer is accepted, or
-//! it is accepted from a peer. It is removed when it has ended.
+//! The trunks of a tunnel. This side dials a trunk when it accepts the first connection for a peer,
+//! or accepts a trunk that a peer has dialled. A trunk is removed when it has ended.
 //!
 //! ```text
 //!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or its peer is refused by now ─▶ Dialling
@@ -149,8 +149,8 @@ impl Trunks {
         self.refuse(&connection, failure);
     }
 
-    /// Returns the trunk to a peer. Dials it if there is none. If that fails, reports an event only
-    /// if connections wait for the trunk.
+    /// Returns the trunk that leads to a peer, or dials one if there is none. If the dial fails,
+    /// reports an event only if connections wait for the trunk.
     ///
     /// # Errors
     /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.

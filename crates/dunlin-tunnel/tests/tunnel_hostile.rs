@@ -296,7 +296,7 @@ fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
     assert_eq!((open.version, open.direction), (2, from_there));
 }
 
-/// The direction of a lane is that of the side that opens it.
+/// A lane carries bytes only from the side that opens it.
 #[test]
 fn i7_over_ipsec_a_lane_for_the_other_direction_is_refused() {
     let ipsec = Arc::new(Ipsec::default());
@@ -655,8 +655,7 @@ fn i7_a_parameter_from_the_wire_fills_its_placeholder_and_reaches_no_other_path(
     let pair = Pair::start(&Setup::default());
     let directory = pair.scratch.path().to_owned();
     std::fs::create_dir(directory.join("vm")).unwrap();
-    // A process listens at the path to which "vm=../target" would lead, which is the target of
-    // another route.
+    // A process listens at the target of another route, to which "vm=../target" would lead.
     let routes = Routes::new(
         Vec::new(),
         vec![Exit {

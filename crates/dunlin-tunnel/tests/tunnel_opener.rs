@@ -94,7 +94,7 @@ impl Dialer {
         }
     }
 
-    /// Opens channel 0. The far side then has bytes to send as soon as its target does.
+    /// Opens channel 0. The far side then sends as soon as its target sends.
     fn channel(&self, pair: &Pair) -> UnixStream {
         send_message(
             &self.control,
@@ -127,7 +127,7 @@ fn is_rejected(code: FaultCode) -> impl Fn(&Event) -> bool {
     move |event| matches!(event, Event::Rejected { fault, .. } if *fault == code)
 }
 
-/// Waits for the rejection number `count` with this code.
+/// Waits until `count` connections have been rejected with this code.
 fn rejected(events: &Events, code: FaultCode, count: usize) {
     wait_until(code.name(), || events.count(is_rejected(code)) >= count);
     assert_eq!(events.count(is_rejected(code)), count);
@@ -159,8 +159,8 @@ fn only(tunnel: Option<&Tunnel>) -> Status {
     all.remove(0)
 }
 
-/// A firewall or NAT in front of the near host lets it connect to the far host, and nothing else.
-/// Lanes are also replaced, because their records run out.
+/// A firewall or NAT lets the near host connect to the far host, but blocks connections to the near
+/// host. Lanes are also replaced, because they reach their record limit.
 #[test]
 fn bytes_flow_both_ways_although_the_accepting_side_cannot_connect_to_the_opening_side() {
     let setup = Setup {
@@ -281,7 +281,8 @@ fn i7_a_replayed_reflected_or_unrequested_lane_is_refused_and_the_requested_one_
     assert_eq!(payload(&mut lane), b"from the target");
 }
 
-/// A lane that was replaced leaves its number used: a recording of its first bytes opens no lane.
+/// The number of a lane that has ended stays used: a recording of the lane's first bytes opens no
+/// lane.
 ///
 /// Claim A13 of docs/security.
 #[test]
@@ -398,7 +399,7 @@ fn both_sides_name_the_address_that_lanes_cannot_reach() {
     }
 }
 
-/// A trunk that the near tunnel has dialled, and what it has announced.
+/// A trunk that the near tunnel has dialled, with the secret and the port that the tunnel has sent.
 struct Trunk {
     /// The connection that the near tunnel carries.
     channel: UnixStream,
@@ -465,7 +466,7 @@ impl Acceptor {
         }
     }
 
-    /// Connects to the near tunnel and accepts the trunk that it dials, in this version.
+    /// Connects to the near tunnel, and accepts in this version the trunk that the tunnel dials.
     fn trunk(&self, version: u16) -> Trunk {
         let channel = with_timeout(UnixStream::connect(self.scratch.join("in")).unwrap());
         let (stream, _) = self.listener.accept().unwrap();
@@ -523,7 +524,8 @@ fn i7_i8_the_opening_side_limits_the_lanes_that_its_peer_requests() {
     let peer = Acceptor::start();
     let control = &peer.trunk(2).control;
     let _own = peer.lane();
-    // Each request repeats. The listener's backlog holds the connections.
+    // Send each request twice. The connections of the requested lanes wait in the listener's
+    // backlog.
     let most = MAX_LANES + 10;
     for lane in (1..=most).flat_map(|lane| [lane, lane]) {
         send_message(control, &Message::LaneWanted { lane });

@@ -101,7 +101,8 @@ impl Scene {
         }
     }
 
-    /// Opens a channel of a route, which has bytes to send until the test ends.
+    /// Opens a channel of a route. Threads write to the channel and read from it until the test
+    /// ends.
     fn fill(&mut self, route: &str) {
         let near = UnixStream::connect(self.scratch.join(route)).unwrap();
         let mut near = with_timeout(near);

@@ -125,8 +125,8 @@ fn wait_until_listening(port: u16, expected: bool) {
     }
 }
 
-/// While the peer's tunnel does not answer, the port is closed, so that the toolstack's connection is
-/// refused and not accepted and then reset.
+/// While the peer's tunnel does not answer, the port is closed, so that the toolstack's connection
+/// is refused, instead of being accepted and then reset.
 #[test]
 fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
     let authority = Authority::new();
@@ -359,7 +359,7 @@ fn a_probe_reports_why_a_peer_cannot_be_used() {
     assert_eq!(failed.code(), FaultCode::ControlLost, "{failed}");
 }
 
-/// A peer that may use a target, but is not the one that the entrance expects.
+/// The peer allows the probe, but is not the peer that the entrance expects.
 #[test]
 fn a_probe_accepts_no_other_peer() {
     let authority = Authority::new();

@@ -111,7 +111,8 @@ fn a_peer_without_reports_refuses_the_route() {
     assert_eq!(near.probe(&to(&far), 1).unwrap().bytes, 1);
 }
 
-/// The far side admits NEAR, because it connects to NEAR itself, and lets it use no target.
+/// The far side admits NEAR, because the far side itself connects to NEAR, but lets NEAR use no
+/// target.
 ///
 /// Claim P25 of docs/security.
 #[test]
@@ -132,7 +133,7 @@ fn a_peer_that_may_use_no_target_gets_no_report() {
     let refused = near.report(&to(&far)).unwrap_err();
     assert_eq!(refused.code(), FaultCode::UnknownRoute, "{refused}");
     assert_eq!(made.load(Ordering::SeqCst), 0);
-    // A peer that is admitted to nothing gets no trunk.
+    // A peer that no route names gets no trunk.
     let routes = vec![exit("ram", OTHER, Path::new("/nowhere.sock"))];
     let routes = Routes::new(Vec::new(), routes).unwrap();
     let closed = self::far(&authority, &routes, Some(Box::new(String::new)));
@@ -151,7 +152,8 @@ fn i7_a_report_over_the_limit_is_not_sent() {
     assert_eq!(near.probe(&to(&far), 1).unwrap().bytes, 1);
 }
 
-/// A hostile peer sends what it likes: here, through a target of the report's name.
+/// A hostile peer can send any bytes as its report. Here, a target with the name of the report's
+/// route sends them.
 ///
 /// Claim P26 of docs/security.
 #[test]

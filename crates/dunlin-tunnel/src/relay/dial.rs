@@ -64,8 +64,8 @@ fn server_name(port: u16) -> String {
     format!("{PREFIX}{port}{SUFFIX}")
 }
 
-/// The parameter of a client's connection, from the server name for which it asked; empty if the
-/// client asked for no port.
+/// The parameter of a client's connection, from the server name that the client requested. Empty if
+/// the client requested no port.
 pub(super) fn parameter(asked_for: Option<&str>) -> String {
     let port = asked_for
         .and_then(|name| name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX))

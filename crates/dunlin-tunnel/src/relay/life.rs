@@ -87,8 +87,8 @@ impl Life {
     }
 
     /// Called when the peer's connection was reset. Returns true if the caller must abort the
-    /// channel: no thread reads any more, because the peer's end has been read, and data of this
-    /// side is lost, because this side has not ended its direction.
+    /// channel. This is so if the peer's end has been read, so that no thread reads any more, and
+    /// this side has not ended its direction, so that its data is lost.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;

@@ -59,8 +59,7 @@ impl Channel {
         }))
     }
 
-    /// Starts the threads. The last thread that ends removes the channel from the number of open
-    /// channels.
+    /// Starts the threads. The last thread that ends reduces the number of open channels.
     pub(super) fn start(self: &Arc<Self>, counted: Counted) {
         let counted = Arc::new(counted);
         self.spawn("out", &counted, |channel| match &channel.mover {

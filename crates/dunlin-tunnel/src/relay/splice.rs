@@ -199,7 +199,7 @@ impl Channel {
         self.end_outward(|| self.send_control(&close, &kernel.outward))
     }
 
-    /// Sends a key update if one is due before more data.
+    /// Sends a key update if one must be sent before further data.
     fn renew_by_kernel(&self, sealing: &mut Sealing, stop: &Stop) -> Result<(), Failure> {
         if let Some(update) = sealing.renews().map_err(|error| self.of_tls(&error))? {
             self.send_control(&update, stop)?;

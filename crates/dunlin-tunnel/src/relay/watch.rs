@@ -40,8 +40,8 @@ impl Watch {
         });
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
-        // Two consecutive checks must find that the peer is overdue, so the limit for each check is
-        // two steps shorter.
+        // Two consecutive checks must find that the peer is overdue, so each check uses a limit
+        // that is two steps shorter than `limits.vanished`.
         let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
