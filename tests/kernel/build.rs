@@ -1,4 +1,4 @@
-//! Assembles the loops that calibrate instruction counts, and compiles the client of hand-offs that
+//! Assembles the loops that calibrate instruction counts, and compiles the hand-off client, which
 //! is written in C.
 
 use std::env;

@@ -205,8 +205,8 @@ fn call_for(socket: UnixStream, mut command: Command) -> Called {
 pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     let mut called = connect(stunnel.port, more);
     assert_eq!(called.code, Some(0), "{called:?}");
-    // OpenSSL makes the pool's certificate an authority, and the command warns about that unless it
-    // verifies nothing or a name.
+    // OpenSSL makes the pool's certificate an authority, and the command warns about that. It does
+    // not warn if it verifies only a name or nothing at all.
     let warns = !more.contains(&"--no-verify") && !more.contains(&"--peer");
     let is_warning = |line: &str| line.starts_with("dunlin: warning: ");
     assert!(called.err.lines().all(is_warning), "{called:?}");
@@ -227,8 +227,8 @@ pub struct Accept {
 }
 
 impl Accept {
-    /// Starts the command with the certificate `other.pem`. It forwards clients that request other
-    /// server names to port 4443.
+    /// Starts the command with the certificate `other.pem`. Clients that request other server names
+    /// are forwarded to port 4443.
     ///
     /// # Panics
     /// The command does not start.

@@ -134,7 +134,7 @@ impl Manager {
         for folder in REPLACED {
             replace(guest, folder);
         }
-        // Debian's users. The package's script creates those of the services.
+        // This creates Debian's own users. The package's script creates the users of the services.
         guest.command("systemd-sysusers", &[]);
         for (path, text) in SHIPPED {
             write(path, text);
@@ -290,7 +290,8 @@ impl Drop for Manager {
     }
 }
 
-/// The process ID of systemd, which is in this control group as soon as it has set up its groups.
+/// The process ID of systemd. `None` until systemd has set up its control groups and has entered
+/// this one.
 fn first_process() -> Option<String> {
     let listed = fs::read_to_string(format!("{GROUP}/init.scope/cgroup.procs")).ok()?;
     listed.lines().next().map(str::to_owned)

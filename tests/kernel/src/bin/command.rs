@@ -1,4 +1,4 @@
-//! The `dunlin` command runs in the guest, and OpenSSL accepts a certificate that it creates.
+//! The `dunlin` command runs in the guest, and creates a certificate that OpenSSL accepts.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
 //! `dunlin doctor` reports what this kernel has, as the table of expected verdicts says.
-//! Without the module tls, it reports that TLS is absent, and that auto chooses the process.
+//! Without the module tls, it reports that TLS is absent, and that `auto` seals in the process.
 
 use std::process::ExitCode;
 

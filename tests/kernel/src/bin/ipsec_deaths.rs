@@ -257,8 +257,8 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// The messages of host b no longer reach host a. Because host a had requested the end of the
-/// session before, the ports become free nevertheless.
+/// The messages of host b no longer reach host a. The ports become free nevertheless, because host
+/// a has already requested the end of the session.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);

@@ -326,7 +326,8 @@ impl Scene<'_> {
     /// Drops all packets while all connections send, and then lets packets pass again.
     fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // A low number of timeouts before TCP looks up its route again makes the test faster.
+            // TCP looks up its route again after fewer timeouts than usual, so that the test is
+            // faster.
             let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
             let sysctl = ["sysctl", "-q", "-w", &setting];
             self.guest.command("ip", &netns(host, &sysctl));

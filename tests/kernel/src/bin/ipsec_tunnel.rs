@@ -84,8 +84,8 @@ fn main() -> ExitCode {
         let least = (WORKLOAD.pages * 4096 + 2 * BYTES as u64) / 1500;
         assert!(sealed > least, "by ESP: {left:?}");
         assert!(clear < least / 4, "only control lanes: {left:?}");
-        // Each key generation has an SA for each CPU and the fallback, and there were at least two
-        // generations.
+        // Each key generation has one SA for each CPU and a fallback SA, and there were at least
+        // two generations.
         assert!(left.sealed.len() >= 2 * LANES, "new keys: {left:?}");
     })
 }

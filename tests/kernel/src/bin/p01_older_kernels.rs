@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         a.xfrm.esp().expect("the kernel has ESP");
         // The probes have removed the SAs that they reserved and added.
         assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
-        // The probe leaves another program's SA with the probe's SPI unchanged.
+        // The probe does not change an SA of another program, even if the SA has the probe's SPI.
         let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);
         other.id.destination = IpAddr::from([192, 0, 2, 2]);
         a.xfrm.add_state(&other).expect("the kernel adds it");

@@ -51,8 +51,8 @@ fn moved(scene: &Scene) -> Vec<Lane> {
 }
 
 /// The other end sends continuously from CPU 3. Acknowledgements leave from the CPU that receives
-/// its packets. If such an acknowledgement triggers the lookup of the SA before the data does, the
-/// move is repeated.
+/// the other end's packets. If such an acknowledgement triggers the lookup of the SA before the
+/// data does, the move is repeated.
 fn moved_under_load(scene: &Scene) {
     const ROUNDS: u32 = 12;
     let lane = scene.lane(3);

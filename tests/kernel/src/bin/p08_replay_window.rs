@@ -130,7 +130,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
     let mut wrong = next.bytes;
     let head = wrong.len() - 1;
     wrong[head] ^= 1;
-    // Change its sequence number to the number of a packet that has not arrived.
+    // Give the changed packet the sequence number of a packet that has not arrived.
     let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
     wrong[sequence + 3] += 1;
     wire.send(&wrong).expect("the packet is sent");

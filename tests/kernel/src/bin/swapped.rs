@@ -120,7 +120,7 @@ fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     page_out_all(source.vm());
     let before = swapped_kib(source.vm().memory());
     println!("{before} KiB are swapped out");
-    // Half of the guest's memory (4 MiB) is populated. The kernel may keep some pages of it.
+    // 4 MiB of the guest's 8 MiB are populated. The kernel may keep some of these pages in memory.
     assert!(before >= 3 << 10, "only {before} KiB are swapped out");
     let (there, ..) = relocate(&source, &Tls::new(), &verified(2));
     assert_eq!(different_pages(source.vm(), there.vm()), 0, "{backing:?}");

@@ -70,7 +70,8 @@ fn main() -> ExitCode {
         };
         passes();
 
-        // A reload reads the renewed certificate, and an unreadable one changes nothing.
+        // A reload reads the renewed certificate. While its key is unreadable, a reload changes
+        // nothing.
         issue(guest);
         manager.systemctl(&["reload", TUNNEL]);
         manager.wait_for("the refusal", || status(&manager).contains("not reloaded"));
@@ -235,7 +236,7 @@ fn an_upgrade_leaves_the_tunnel_alone(manager: &Manager) {
 }
 
 /// Runs `dunlin init` and then `dunlin libvirt enable` on a host that has only the package and a
-/// qemu.conf. A connection to the toolstack's ports of the peer then goes through the tunnel, which
+/// qemu.conf. A connection to the toolstack's ports at the peer then goes through the tunnel, which
 /// runs without root and reads the certificates that `enable` has installed. `disable` leaves only
 /// these certificates.
 fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {

@@ -1,4 +1,4 @@
-//! The tests of relays pass with kernel TLS, with which a relay splices bytes.
+//! The tests of relays pass with kernel TLS and spliced bytes.
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         let skipped: &[&str] = if renews_keys(guest) {
             &[]
         } else {
-            // This kernel cannot renew keys, so skip the test that needs it.
+            // This kernel cannot renew keys, so skip the test of key renewal.
             &["keys_are_renewed"]
         };
         let _ = guest.library_tests("tunnel_relay", skipped);

@@ -460,8 +460,8 @@ pub fn back(selector: &Selector) -> Selector {
     }
 }
 
-/// Returns the policies of both hosts, outgoing and incoming, for packets that match `selector`
-/// from `from` to `to`, and for the opposite direction.
+/// Returns the policies of both hosts, outgoing and incoming, for the packets from `from` to `to`
+/// that match `selector`, and for the opposite direction.
 #[must_use]
 pub fn policies<'a>(
     selector: &Selector,
