@@ -177,8 +177,9 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(ended)
 }
 
-/// Stops the victims until the process that is not a victim has ended its migration; if both are
-/// victims, for a fixed time. Then continues the victims, and waits until they have ended theirs.
+/// Stops the victims until the other process has ended its migration or, if both processes are
+/// victims, for a fixed time. Then continues the victims, and waits until they have ended their
+/// migrations.
 fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_source() {
         cast.source.stop();
