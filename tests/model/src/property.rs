@@ -108,10 +108,10 @@ fn without_failures(world: &World) -> World {
     }
 }
 
-/// Whether the source's doubt is resolved: the source has the VM or has died with it, has released
-/// it, or has received the report that the VM ran and died at the destination. Also true if perhaps
-/// only the operator can decide, because the destination's disk is lost or the source failed to
-/// write a record.
+/// Whether the source's doubt is resolved: the source has the VM, has died with it, has released
+/// it, or has received the report that the VM ran and died at the destination. Also true if the
+/// destination's disk is lost or the source failed to write a record, because then perhaps only the
+/// operator can decide.
 fn resolved(world: &World) -> bool {
     match world.idle_source() {
         Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,

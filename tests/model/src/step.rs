@@ -62,7 +62,8 @@ pub enum Step {
         /// The lane's index.
         lane: usize,
     },
-    /// The destination finds that its newest lane is lost, with all messages in flight to it.
+    /// The destination finds that its newest lane is lost. The messages in flight to the
+    /// destination are lost too.
     DestinationLosesLane,
     /// An operator cancels at the destination.
     DestinationCancels,

@@ -237,7 +237,8 @@ fn tell(world: &mut World, verdict: Verdict) {
         ),
         Verdict::NoRecord => (None, true),
     };
-    // The destination may repeat a report after it has removed the record that it reports.
+    // The destination may repeat a report after it has removed the record with the reported
+    // outcome.
     let held = world.destination.journal == record || world.history.forgotten;
     world.history.reported_unrecorded |= !held;
     world.history.reported_wrong |= !so;
