@@ -26,7 +26,7 @@
 //!
 //! [`Identity`] loads a host's certificate, key and authority. Each side names the peers that it
 //! accepts, by name or by [`Pin`]. [`Peers::AnyFromAuthority`] accepts every peer with a
-//! certificate from these authorities. An empty list of peers accepts none.
+//! certificate from the host's authority. An empty list of peers accepts none.
 //!
 //! ```no_run
 //! use std::path::Path;

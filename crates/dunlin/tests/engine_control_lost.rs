@@ -1,5 +1,5 @@
-//! Tests that the source replaces a failed control lane, and that the migration continues: for each
-//! fault that the proxy can cause, at five points before the switchover, and several times in a
+//! Tests that the source replaces a failed control lane and the migration continues. The proxy
+//! causes each of its faults at five points before the switchover, and also several failures in a
 //! row. A cancellation does not wait for the replacement. The tests use real sockets and a guest
 //! that writes.
 #![allow(clippy::unwrap_used)]

@@ -138,7 +138,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // This destination behaves like another process without a journal at the same address.
+        // Without a journal, this destination behaves like another process at the same address.
         let journals = Box::new(Journal::none);
         let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
@@ -336,7 +336,7 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
     let running = [State::Destination(DestinationRecord::Running)];
     assert_eq!(here.states(), [State::Source(SourceRecord::Committing)]);
     assert_eq!(there.states(), running);
-    // The journal shows that the VM's process is alive, whether or not this process answers
+    // The journal shows that the VM's process is alive, whether or not that process answers
     // inquiries.
     assert!(there.journal().list().unwrap()[0].lives);
     received.answering.unwrap().stop();

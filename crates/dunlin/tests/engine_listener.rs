@@ -190,8 +190,8 @@ fn i2_one_value_serves_one_session_after_another() {
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
-/// A builder that has built a VM and waits. The receiver reports that it waits; a message to the
-/// sender, or its drop, lets it continue.
+/// A builder that waits after it has built a VM. The receiver gets a message when the builder
+/// waits. The builder continues when the sender sends a message or is dropped.
 fn stuck() -> (TestBuilder, Receiver<()>, Sender<()>) {
     let (built, waits) = channel();
     let (go_on, gone) = channel();
@@ -272,8 +272,8 @@ fn i1_a_vm_that_is_arriving_is_refused_in_another_session() {
         other => panic!("{other:?}"),
     };
     assert_eq!(refused([2; 16]), FaultCode::Busy);
-    // The first session has lost its control lane. The next offer of its VM ends it, so that a
-    // further one succeeds.
+    // The first session has lost its control lane. The next offer of the same VM ends that session,
+    // so that a further offer succeeds.
     let mut each = sessions.each.into_iter();
     let session = each.next().unwrap();
     first.stream.shutdown();
@@ -306,7 +306,7 @@ fn i4_i7_a_lane_of_one_session_is_refused_by_another() {
         let _lane = open_lane(to, Some(&client), &lane_open(session, proof, 1));
         receiving.await_rejection("proof");
     }
-    // A session that does not exist gets no lane either.
+    // A lane of a session that does not exist is refused too.
     let _lane = open_lane(to, Some(&client), &lane_open([3; 16], &secret, 1));
     sessions.each[0].await_rejection("no such session");
     for (peer, session, proof) in [
@@ -352,8 +352,8 @@ fn i2_cancelling_one_session_leaves_the_others() {
     }
 }
 
-/// The control lane breaks after *commit*. The only session of the listener has ended when the
-/// source asks, and the listener's last value has been dropped.
+/// The control lane breaks after *commit*. When the source then asks for the outcome, the
+/// listener's only session has ended and the last clone of the listener has been dropped.
 #[test]
 fn i1_a_listener_answers_for_a_vm_until_its_source_has_released_it() {
     let (client, server) = tls();

@@ -206,8 +206,8 @@ fn i3_two_regions_of_one_file_arrive() {
     }
 }
 
-/// Mistakes in a sender's scan, each of which omits pages with content. The digests must not use
-/// the same scan, so that they show the omission.
+/// Each mistake in the sender's scan omits pages with content. The digests show the omission,
+/// because they do not use that scan.
 #[test]
 fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
     use dunlin::engine::vmm::GuestMemory;
@@ -237,8 +237,8 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
         (
             "the offset in the file is ignored",
             |memory, index, found| {
-                // The first region begins at the file's start, so scan it in place of the region
-                // `index`.
+                // Scan the first region instead of the region `index`, because the first region
+                // begins at the file's start.
                 let length = memory.regions()[index].length;
                 memory.ranges_to_send(0, &mut |range| {
                     if range.start < length {

@@ -147,14 +147,15 @@ pub enum Event {
         /// Percent; 0 is full speed.
         percent: u8,
     },
-    /// The journal has synced this record to disk. Without a journal it means only that
-    /// the session has reached this state.
+    /// The journal has synced this record to disk. Without a journal, the session has only reached
+    /// this state.
     Recorded(SourceRecord),
     /// The guest is paused.
     Paused,
     /// *commit* is about to be sent: the point of no return.
     Committing,
-    /// *commit* has been passed to the kernel, or the attempt failed and ended the control lane.
+    /// *commit* has been passed to the kernel, or sending it has failed, which ends the control
+    /// lane.
     Committed,
     /// *commit* was sent and no usable answer has arrived. The guest stays paused, and
     /// the source asks the destination.

@@ -159,7 +159,7 @@ pub trait SourceVm: Send + Sync {
     /// The guest's run state. Called at the start, during and after each iteration, immediately
     /// before and after the pause, before *commit*, and after a failure. [`RunState::Paused`]
     /// before the pause means that the VM's owner paused the guest; after the pause, the engine
-    /// makes no difference between `Paused` and `Running`.
+    /// treats `Paused` and `Running` alike.
     fn run_state(&self) -> RunState;
 
     /// Pauses the guest. When this returns, nothing writes guest memory: no vCPU, no

@@ -249,8 +249,8 @@ fn i7_i8_more_state_than_the_bound_ends_it() {
     refused_by_destination("section: more than 32 MiB", MALFORMED, over, |victim| {
         let mut liar = victim.liar();
         let section = section(1_000_000);
-        // If the destination closes while its window is full, TCP does not report
-        // the close.
+        // Use timeouts: TCP does not report the destination's close while the destination's receive
+        // window is full.
         let limit = Some(Duration::from_millis(300));
         let socket = liar.peer.stream.socket();
         socket.set_write_timeout(limit).unwrap();

@@ -55,7 +55,7 @@ pub(super) struct Held {
     accepting: Option<Arc<Accepting>>,
 }
 
-/// Keeps a thread that accepts connections running: dropping the last clone stops it.
+/// A handle of a thread that accepts connections. Dropping the last clone stops the thread.
 pub(super) struct Accepting(pub(super) Waker);
 
 impl Accepting {
@@ -120,8 +120,8 @@ impl Answers {
         }
     }
 
-    /// From now on, answers inquiries about the VM of the session with this record, on the thread
-    /// that `accepting` keeps running.
+    /// From now on, answers inquiries about the VM of the session with this record. Keeps
+    /// `accepting`, and with it the thread that answers, until the source has released the VM.
     pub(super) fn hold(
         &mut self,
         record: SessionJournal,
@@ -180,8 +180,8 @@ impl Answers {
         Ok(())
     }
 
-    /// Accepts connections and answers inquiries until `stopped`. Refuses new sessions with the
-    /// text `busy`.
+    /// Accepts connections and answers inquiries until `stopped`. Refuses new sessions as busy,
+    /// with the text in `busy`.
     fn serve(
         &mut self,
         listener: &TcpListener,
@@ -217,8 +217,8 @@ impl Answers {
     }
 }
 
-/// Leaks the record of a VM that is here: the lock of the record shows that the VM's process lives,
-/// and `moved_on` may still write the record.
+/// Leaks the record of a VM that is here, so that the record stays locked while the VM's process
+/// lives.
 fn leak(held: Arc<Mutex<Held>>) {
     let is_recorded = lock(&held).outcome.journal.is_some();
     if is_recorded {
@@ -364,14 +364,14 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
     verdict
 }
 
-/// Answers inquiries about a VM that has arrived here and that the source has not
-/// released yet, on its own thread or on that of a [`Listener`](super::Listener).
+/// Answers inquiries about a VM that has arrived here, until the source releases the VM. Uses its
+/// own thread, or that of a [`Listener`](super::Listener).
 ///
-/// It ends when the source releases the VM. If this value is dropped, the thread keeps
-/// answering for the lifetime of the process, which must answer as long as it has the VM.
+/// If this value is dropped, the thread goes on answering, because the process must answer as long
+/// as it has the VM.
 pub struct Answering {
     held: Arc<Mutex<Held>>,
-    /// The thread that accepts for this VM alone; `None` if it accepts for other sessions too.
+    /// The thread that answers only for this VM; `None` if the thread of a listener answers.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -382,8 +382,7 @@ impl fmt::Debug for Answering {
 }
 
 impl Answering {
-    /// Answers inquiries, from `record` about the running VM, and from `journal` about other
-    /// sessions.
+    /// Answers inquiries about the VM from `record`, and about other sessions from `journal`.
     pub(super) fn start(
         listener: Arc<TcpListener>,
         tls: ServerTls,
@@ -404,7 +403,7 @@ impl Answering {
         Ok(Self { held, thread })
     }
 
-    /// Answers inquiries about `held` on a thread that accepts for other sessions too.
+    /// The handle for inquiries about `held`, which the thread of a listener answers.
     pub(super) fn shared(held: Arc<Mutex<Held>>) -> Self {
         Self { held, thread: None }
     }

@@ -94,10 +94,10 @@ impl Attempt {
         }
     }
 
-    /// Whether the source will never ask about the session, because it has cancelled and keeps the
-    /// VM, or because it was never accepted and has started nothing. In all other cases a source
-    /// may ask, even if it did not receive *ready*: the source's process may have died before
-    /// *ready* arrived, with the VM paused in another process.
+    /// Whether the source will never ask about the session: it has cancelled and keeps the VM, or
+    /// this side never accepted the VM. In all other cases a source may ask, even if it did not
+    /// receive *ready*: its process may have died before *ready* arrived, while the VM stays paused
+    /// in another process.
     pub(super) fn is_never_asked_about(&self) -> bool {
         self.reached < Reached::Accepted || self.source_keeps
     }

@@ -23,17 +23,16 @@ use super::waiting::Describing;
 
 /// A listener on which several VMs may arrive at once, made by [`Incoming::share`].
 ///
-/// Each value receives one VM at a time, on the thread that calls [`Listener::receive`]. To receive
-/// `N` VMs at once, make `N - 1` clones, and give each to a thread. If no value is free, a source is
-/// refused as *busy*. So is a source that offers a VM that is already arriving. While a value is
-/// free but no call receives, one offer waits for the next call, so drop a value that will receive
-/// no more.
+/// Each clone receives one VM at a time, on the thread that calls [`Listener::receive`]. To receive
+/// `N` VMs at once, make `N - 1` clones, and give each to a thread. A source is refused as *busy*
+/// if every clone is receiving a VM, or if the offered VM is already arriving. If a clone is
+/// between two calls, one offer waits for its next call, so drop a clone that will receive no more.
 ///
 /// A session that hangs or fails, or a peer that floods a session, does not delay the others. New
 /// connections use the newest settings ([`ServerTls::replace`]), in every session.
 ///
-/// After the last value has been dropped, the listener stays open as long as a source has to
-/// confirm that it has released its VM ([`Received::answering`]).
+/// After the last clone has been dropped, the listener stays open until every source has confirmed
+/// that it has released its VM ([`Received::answering`]).
 ///
 /// [`Incoming::share`]: super::Incoming::share
 #[derive(Clone)]
@@ -98,11 +97,11 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
-    /// Refuses an offer that waits for this slot. The last slot closes the listener, unless a
-    /// source still has to confirm a release.
+    /// Refuses an offer that waits for this slot. Dropping the last handle closes the listener,
+    /// unless a source still has to confirm a release.
     fn drop(&mut self) {
         self.0.router.close(self.0.slot);
-        // If this is the last reference, no other thread can clone it.
+        // If the count is 1, this is the only reference, so no other thread can clone it.
         if Arc::strong_count(&self.0.accepting) == 1 {
             self.0.accepting.stop();
             self.0.router.join();

@@ -57,7 +57,7 @@ use super::vmm::Builder;
 /// An incoming migration: accepts on a listener and receives one VM.
 ///
 /// A host that keeps receiving VMs runs one `Incoming` after another, each with a clone of the
-/// listener. The next one can run whether the last one has received a VM or failed. To receive
+/// listener. The next one can run whether the previous one received a VM or failed. To receive
 /// several VMs at once on one listener, use [`Incoming::share`].
 ///
 /// ```no_run

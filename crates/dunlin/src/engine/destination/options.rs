@@ -121,8 +121,8 @@ impl OptionsBuilder {
     }
 
     /// Caps the rate, in bytes per second, at which memory arrives. The sessions of a
-    /// [`Listener`](super::Listener) share the cap: each gets an equal part, and what one does not
-    /// use the others get. The cap also applies while the guest is paused. Allow at least 256 KiB/s
+    /// [`Listener`](super::Listener) share the cap in equal parts. What one session does not use,
+    /// the others may use. The cap also applies while the guest is paused. Allow at least 256 KiB/s
     /// for each lane, because a source replaces a lane that confirms no chunk for 5 s. Default: no
     /// cap.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {

@@ -20,9 +20,9 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// Ends this session if its source, `peer`, starts a new session while this side waits for a
-    /// replacement of the lost control lane: the source has given up this session. The source's
-    /// next attempt can succeed, because this session no longer blocks it.
+    /// `peer` has started a new session. If it is the source of this session and the control lane
+    /// is lost, it has given up this session, so this session ends. The source's next attempt can
+    /// then succeed.
     pub(super) fn give_way(&mut self, peer: &PeerIdentity) -> Result<(), Fault> {
         if !self.is_with(peer) {
             return Ok(());

@@ -48,7 +48,7 @@ pub enum JournalError {
         /// The file.
         path: PathBuf,
     },
-    /// This session has a record that must not be removed, or replaced by this attempt.
+    /// This session's record must not be removed, and this attempt must not replace it.
     #[error("{path} records this session as {state}, attempt {attempt}: until the session has ended, its record cannot be removed and no new attempt can begin; a new attempt needs a number above {attempt}", path = path.display())]
     Undecided {
         /// The file.

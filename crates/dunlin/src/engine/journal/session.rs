@@ -88,10 +88,10 @@ impl SessionJournal {
     /// earlier sessions.
     ///
     /// At the source, obsolete records are those of earlier sessions of the same VM. `peer` is
-    /// `None`, because a source has not connected to a peer yet. At the destination, only sessions
-    /// that `peer` started can be obsolete: those of the same VM unless the record is *running*,
-    /// and, beyond [`MAX_RECORDS_OF_A_PEER`], the oldest of other VMs that never ran here. A record
-    /// that a living process holds stays.
+    /// `None`, because a source has not connected to a peer yet. At the destination, only records
+    /// of sessions that `peer` started can be obsolete. Those of the same VM are, unless they say
+    /// *running*. The oldest of other VMs that never ran here are too, so that at most
+    /// [`MAX_RECORDS_OF_A_PEER`] remain. A record that a living process holds stays.
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -291,9 +291,10 @@ impl Held {
 
 /// Whether `peer` is the peer of a recorded session.
 ///
-/// A file from a release without peer blocks identifies a destination's peer by its certificate
-/// names, which must be equal and certified by an authority. At the source such a file has only the
-/// destination's address, so every peer that the source trusts matches, as it did in that release.
+/// A file from a release without peer blocks contains less. At the destination, it has the names in
+/// the source's certificate: `peer` must have the same names, certified by an authority. At the
+/// source, it has only the destination's address, so every peer that the source trusts matches, as
+/// it did in that release.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),

@@ -19,8 +19,8 @@ use super::super::vmm::{SourceVm, VmmError};
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest delay between inquiries.
 const RETRY_LAST: Duration = Duration::from_secs(2);
-/// How long the destination may take to answer an inquiry. The destination only has to read it from
-/// memory or from its journal.
+/// How long the destination may take to answer an inquiry. The destination only has to read the
+/// outcome from memory or from its journal.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 /// The delays between inquiries, which double up to [`RETRY_LAST`], and the time limit of all
@@ -133,7 +133,7 @@ impl Doubt {
     /// session.
     ///
     /// # Errors
-    /// [`JournalError::Undecided`] if the record shows a session that has not ended; it then stays.
+    /// [`JournalError::Undecided`] if the session has not ended; the record then stays.
     /// [`JournalError::Io`].
     pub fn forget(self) -> Result<(), JournalError> {
         self.journal.forget_if_over()

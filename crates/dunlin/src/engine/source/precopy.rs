@@ -332,8 +332,8 @@ impl<'a> PreCopy<'a> {
             retransmits: Vec::new(),
         };
         drop(state);
-        // The kernel lets a query of a connection wait for a call that sends on the connection. The
-        // lanes must not wait with it.
+        // Query the connections after the lock is released. A query waits until a call that sends
+        // on its connection returns, and the lanes must not wait too.
         let connections = connections.into_iter();
         let counts = connections.map(|(lane, connection)| (lane, connection.traffic().retransmits));
         progress.retransmits = counts.collect();

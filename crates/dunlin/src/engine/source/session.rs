@@ -81,8 +81,8 @@ impl Session<'_> {
         }
     }
 
-    /// Drops what earlier control lanes deliver, and a cancellation that is too late. Returns a
-    /// fault for the peer's *cancel*, and for a refusal or cancellation that is not too late.
+    /// Drops what earlier control lanes deliver, and a cancellation by the caller that is too late.
+    /// Fails on the peer's *cancel*, on a refusal before *commit*, and on a cancellation in time.
     /// Returns any other event.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {

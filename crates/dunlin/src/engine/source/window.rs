@@ -33,8 +33,8 @@ impl Window {
         }
     }
 
-    /// Pages acknowledged in this window. The start of the window may count sent pages as
-    /// acknowledged ([`Window::end`]), so that `acked_pages` is smaller; the result is then 0.
+    /// Pages acknowledged in this window. [`Window::end`] may have counted pages in flight as
+    /// acknowledged. Until they are, the result is 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
