@@ -135,8 +135,8 @@ fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
     let _turn = need::turn();
     let pair = tunnels();
     let relay = pair.relay.clone().unwrap();
-    // The first lane after the control lane. The near side sends on it: the far side requests its
-    // first lane later.
+    // Delay the first lane after the control lane. The near side sends on this lane, because the
+    // far side requests its own first lane later.
     relay.delay(1);
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
     let mut migration = through(&pair);

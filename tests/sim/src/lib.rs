@@ -6,7 +6,7 @@
 //! sizes, rates and faults from it, [`run`] executes the plan and checks the invariants, and
 //! [`shrink`] minimises a failing plan.
 //!
-//! README.md explains how to read, replay and extend it.
+//! README.md explains how to run and replay the simulations, and what they check.
 #![forbid(unsafe_code)]
 
 mod check;

@@ -10,7 +10,7 @@ use super::root::build;
 use super::{DebianError, at};
 use crate::cache;
 
-/// The suite with the newest kernels. The release itself has the oldest supported kernel.
+/// The suite with the newest kernels. Trixie itself has the oldest supported kernel.
 const SUITE: &str = "trixie-backports";
 
 /// The oldest supported kernel series, which is trixie's own.

@@ -49,9 +49,9 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     Ok(root)
 }
 
-/// Unpacks archives to `root`. `download` puts the archives into the folder that it receives. If
-/// `root` exists, it is complete, because it is built in a temporary folder and then renamed. The
-/// caller must hold the lock on the cache.
+/// Unpacks archives to `root`. `download` is called with a folder and puts the archives there. If
+/// `root` exists, it is complete, because it is built in a temporary folder that is then renamed.
+/// The caller must hold the lock on the cache.
 pub(super) fn build(
     root: &Path,
     download: impl FnOnce(&Path) -> Result<(), DebianError>,

@@ -180,8 +180,8 @@ fn remove(namespace: &str) {
 }
 
 /// Returns the processes in a namespace, and those that [`Host::enter`] has started and that are
-/// about to enter it. Looks for the latter first, because they may have entered when it looks for
-/// the former.
+/// about to enter it. Looks for the latter first: a process that enters the namespace between the
+/// two checks is found by the second.
 fn inside(namespace: &str, inode: u64) -> Vec<String> {
     let entering = format!("ip\0netns\0exec\0{namespace}\0");
     // Exclude this process. It is not in the namespace, but one of its threads may be.

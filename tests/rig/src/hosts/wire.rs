@@ -118,8 +118,8 @@ type Connection = [(IpAddr, u16); 2];
 
 struct Tally {
     words: HashSet<u64>,
-    /// The lowest 16 bits of each word. Most offsets fail this test, which is much faster than a
-    /// search for the whole word.
+    /// For each value of 16 bits, whether one of the words has it as its lowest bits. Most offsets
+    /// fail this test, which is much faster than a search for the whole word.
     starts: Vec<bool>,
     /// Connections that began during the count, the client first.
     opened: HashSet<Connection>,
@@ -240,7 +240,8 @@ fn segment(frame: &[u8]) -> Packet<'_> {
         let tcp = ip + header;
         let ports = [number(tcp)?, number(tcp + 2)?];
         let data = tcp + usize::from(*frame.get(tcp + 12)? >> 4) * 4;
-        // Short frames are padded; the length of an unsegmented packet may be zero (BIG TCP).
+        // Short frames are padded. An unsegmented packet may have zero in its length field (BIG
+        // TCP).
         let end = if end == header || end == 0 {
             frame.len()
         } else {

@@ -50,7 +50,7 @@ impl Vm {
     }
 
     /// Words that are in the guest's memory or on its disk and, but for chance, nowhere else: one
-    /// of each page and of each block of 4 KiB.
+    /// from each page that does not start as zeros, and one from each 4 KiB block of the disk.
     #[must_use]
     pub fn words(&self) -> HashSet<u64> {
         let mut words = self.workload.words();
