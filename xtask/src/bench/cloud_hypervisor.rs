@@ -46,8 +46,8 @@ pub(super) fn migrate(
             .map(|&id| process::cpu_s(id))
             .sum::<Result<f64>>()
     };
-    // The port is free until Cloud Hypervisor listens there, unless another program takes it in the
-    // meantime; in that case Cloud Hypervisor reports that and this turn fails.
+    // Another program may take this free port before Cloud Hypervisor listens there. Cloud
+    // Hypervisor then reports that, and this turn fails.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let with_tls = |mut body: Value| {
         if let Some(folder) = tls {

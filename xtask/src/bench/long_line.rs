@@ -6,9 +6,9 @@
 //! The benchmark measures the rate of the first pass, and the duration of the whole migration.
 //!
 //! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's
-//! own figures show which buffer limits a lane: of the time in which the lane had data to send, the
-//! share in which the peer's receive window or the lane's own send buffer was full
-//! (`tcpi_rwnd_limited` and `tcpi_sndbuf_limited`, tcp(7)).
+//! own figures show which buffer limits a lane: for how much of the time with data to send the
+//! peer's receive window was full (`tcpi_rwnd_limited`, tcp(7)), and for how much of it the lane's
+//! own send buffer (`tcpi_sndbuf_limited`).
 
 use std::fmt;
 use std::fs;

@@ -25,8 +25,8 @@ pub(super) struct Moved {
 pub(super) struct Limits {
     /// The limit on the downtime that QEMU predicts.
     pub(super) downtime: Duration,
-    /// The time after which a migration whose guest still runs at the source counts as one that
-    /// does not converge.
+    /// If the guest still runs at the source after this time, the migration counts as one that does
+    /// not converge.
     pub(super) migration: Duration,
 }
 

@@ -366,8 +366,8 @@ impl Rig {
                 .map(|&id| process::cpu_s(id))
                 .sum::<Result<f64>>()
         };
-        // The port is free until QEMU listens there, unless another program takes it in the
-        // meantime; in that case QEMU reports that and this turn fails.
+        // Another program may take this free port before QEMU listens there. QEMU then reports
+        // that, and this turn fails.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let mut migration = Migration::tcp(address);
         migration.multifd = Some(channels);

@@ -70,9 +70,9 @@ pub struct KernelOptions {
 
 impl KernelOptions {
     /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. If
-    /// kernels were named, every test runs. Otherwise the kernel of the previous Debian release
-    /// runs only its own tests. The other two kernels run all remaining tests if tests were named;
-    /// if not, some tests run under only one of the two.
+    /// kernels were named, every test runs under each of them. Otherwise the kernel of the previous
+    /// Debian release runs only its own tests, and the newest and the oldest kernel run the others.
+    /// Tests for only one of these two kernels run under the other one too if tests were named.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,

@@ -34,8 +34,8 @@ const INSIDE: &str = include_str!("inside.sh");
 /// The directory that replaces the paths of the build in the binary.
 const SHOWN: &str = "/usr/src/dunlin";
 
-/// Writes the files of the commit that is checked out into `source`, and the sources of the crates
-/// into its directory `vendor`.
+/// Writes into `source` the files of the checked-out commit, and into `source/vendor` the sources
+/// of the crates that it depends on.
 ///
 /// # Errors
 /// git or cargo fails.

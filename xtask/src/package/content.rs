@@ -34,7 +34,7 @@ struct Tree<'a>(&'a Path);
 
 impl Parts<'_> {
     /// Writes the packages' files into the new directory `tree`, and the files for dpkg itself into
-    /// its directory `DEBIAN`.
+    /// `tree/DEBIAN`.
     ///
     /// # Errors
     /// A file cannot be read or written, or the command needs other libraries than expected.
