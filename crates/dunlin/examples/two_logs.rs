@@ -20,7 +20,7 @@ use dunlin::{Incoming, Migration};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-/// Ordinary memory, and a window above 4 GiB: address and bytes.
+/// Address and length in bytes of the two regions: ordinary memory, and a window above 4 GiB.
 const RANGES: [(GuestAddress, usize); 2] =
     [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 4 << 20)];
 const PAGES: [u64; 2] = [(8 << 20) / 4096, (4 << 20) / 4096];

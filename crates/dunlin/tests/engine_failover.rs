@@ -1,6 +1,6 @@
-//! Tests that a migration succeeds, with equal memories, although lanes fail, are replaced, slow or
-//! unreachable. The proxy injects each of its faults in each phase of a lane. The tests use real
-//! sockets and a guest that writes.
+//! Tests that a migration succeeds, with equal memories, even if lanes fail, are replaced, are slow
+//! or cannot be reached. The proxy injects each of its faults in each phase of a lane. The tests
+//! use real sockets and a guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -1,5 +1,5 @@
-//! Tests several sessions of one listener: they run at once, up to the maximum, and each is
-//! protected from the other sessions and from strangers.
+//! Tests several sessions of one listener: they run at the same time, up to the maximum, and each
+//! is protected from the other sessions and from strangers.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Write};
@@ -83,7 +83,7 @@ fn moving(
     })
 }
 
-/// No VM pauses before all three have sent their memory, so the sessions must run at once.
+/// No VM pauses before all three have sent their memory, so the sessions must run at the same time.
 #[test]
 fn i1_i3_three_vms_arrive_at_once_through_one_listener() {
     let (client, server) = tls();

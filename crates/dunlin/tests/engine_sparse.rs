@@ -84,8 +84,8 @@ fn i8_the_digest_of_a_sparse_guest_populates_nothing() {
             after / MIB
         );
         assert!(before >= written, "the measurement sees what was written");
-        // Reading the holes of a memfd makes all of it resident; the page table entries for 10 GiB
-        // take 20 MiB.
+        // If the digest read the holes, all of a memfd would become resident, and the page tables
+        // of 10 GiB would take 20 MiB.
         assert!(
             after < before + NOISE_BYTES,
             "{backing:?}: {before}, {after}"

@@ -1,5 +1,6 @@
-//! Trusted and authorised peers: bundles, pins, names, revocation lists, every layout of files;
-//! warnings before certificates expire; replaced certificates; the key exchange.
+//! Tests which peers are trusted and authorised: by bundles, pins, names and revocation lists, in
+//! every layout of files. Also tests warnings before certificates expire, replaced certificates,
+//! and the key exchange.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::net::TcpStream;

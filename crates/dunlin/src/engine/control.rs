@@ -214,8 +214,8 @@ impl ControlLane {
     }
 
     /// Reads until the lane ends; runs on its own thread. Handles pings and pongs. `at_once` may
-    /// handle any other message on that thread, and returns whether it did; if not, the message
-    /// goes to `deliver`. The last item is [`FromPeer::Lost`].
+    /// handle any other message on that thread, and returns whether it did. If not, the message
+    /// goes to `deliver`. The last call of `deliver` passes [`FromPeer::Lost`].
     pub(crate) fn read(
         &self,
         mut at_once: impl FnMut(&Message) -> Result<bool, Fault>,

@@ -63,7 +63,7 @@ impl ControlLink {
         })
     }
 
-    /// Notes that the session has taken what this lane's reader delivered.
+    /// Notes that the session has taken `from_peer`, which this lane's reader delivered.
     pub(super) fn took(&self, from_peer: &FromPeer) {
         match from_peer {
             FromPeer::Message(_) => self.lane.backlog.took(),

@@ -20,8 +20,8 @@ pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Vi
     std::thread::sleep(effort.between * effort.fetches);
     let moment = Moment::of(&*source, effort)?;
 
-    // A section that differs after each load depends on the time of the load, such as
-    // the start of a timer.
+    // A section that differs after each load depends on the time of the load: it contains, for
+    // example, the start of a timer.
     let again = load_and_save(vmm, &*source, &moment)?;
     let once_more = load_and_save(vmm, &*source, &moment)?;
     let mut unsteady = moment.unsteady.clone();

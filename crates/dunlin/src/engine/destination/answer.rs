@@ -90,8 +90,8 @@ pub(super) struct Answers {
 }
 
 impl Held {
-    /// The VM of the session with this record. It keeps `accepting` running until the source has
-    /// released the VM.
+    /// The VM of the session with this record. Keeps `accepting` until the source has released the
+    /// VM.
     fn new(record: SessionJournal, accepting: Arc<Accepting>) -> Arc<Mutex<Self>> {
         Arc::new(Mutex::new(Self {
             session: record.record().session,
@@ -319,8 +319,8 @@ fn answer_of(outcome: &mut Outcome, attempt: u32, lane: &ControlLane) -> Result<
         .map_or(attempt, |journal| journal.record().attempt);
     match on(outcome, On::Inquired) {
         Some(verdict) if ours == attempt => lane.send(&Message::Answer { attempt, verdict }),
-        // If the inquiry is about another attempt, or *aborted* could not be recorded, send no
-        // verdict.
+        // Send no verdict if the inquiry is about another attempt, or if *aborted* could not be
+        // recorded.
         _ => Err(Fault::new(
             FaultCode::Journal,
             "the inquiry is about another attempt, or the outcome could not be recorded",
@@ -434,7 +434,8 @@ impl Answering {
 
     /// Stops answering. A source that has not released the VM stays in doubt.
     pub fn stop(self) {
-        // Take it out of the lock first, because the thread that it stops may need the lock.
+        // Release the lock before `accepting` is dropped, because the thread that this stops may
+        // need the lock.
         let accepting = lock(&self.held).accepting.take();
         drop(accepting);
         if let Some(thread) = self.thread {

@@ -22,7 +22,7 @@ const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 /// threads, and the caller that cancels.
 pub(super) enum SessionEvent {
     Arrived(Box<Arrival>),
-    /// An event of the listener that concerns no session, for this session's observer.
+    /// An event of the listener that belongs to no session. This session's observer gets it.
     Notice(DestinationEvent),
     /// This peer has offered this session's VM in another session of the same listener. That offer
     /// is refused.
@@ -59,7 +59,8 @@ impl Inbox {
         Self { sender, waiting }
     }
 
-    /// Passes an event on. Drops it and returns false if too many wait or the session has ended.
+    /// Passes an event on. Drops the event and returns false if too many events wait or the session
+    /// has ended.
     pub(super) fn push(&self, event: SessionEvent) -> bool {
         if self.waiting.fetch_add(1, Ordering::SeqCst) >= ARRIVALS_LIMIT {
             self.took();

@@ -105,8 +105,8 @@ impl Lane {
     /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(mut self) {
         let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
-        // This calls the VMM's code. A panic there must be reported, otherwise the session would
-        // wait for this lane forever.
+        // `receive_all` calls the VMM's code. A panic there must be reported, otherwise the session
+        // would wait for this lane forever.
         let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));
         let wire_bytes = self.receiver.counters().wire_bytes;
         let result = received.unwrap_or_else(|_| {

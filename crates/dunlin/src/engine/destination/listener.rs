@@ -21,12 +21,13 @@ use super::router::Router;
 use super::session::{RouterSlot, Session};
 use super::waiting::Describing;
 
-/// A listener on which several VMs may arrive at once, made by [`Incoming::share`].
+/// A listener on which several VMs may arrive at the same time, made by [`Incoming::share`].
 ///
-/// Each clone receives one VM at a time, on the thread that calls [`Listener::receive`]. To receive
-/// `N` VMs at once, make `N - 1` clones, and give each to a thread. A source is refused as *busy*
-/// if every clone is receiving a VM, or if the offered VM is already arriving. If a clone is
-/// between two calls, one offer waits for its next call, so drop a clone that will receive no more.
+/// A `Listener`, and each of its clones, receives one VM at a time, on the thread that calls
+/// [`Listener::receive`]. To receive `N` VMs at the same time, make `N - 1` clones, and give each
+/// to a thread. A source is refused as *busy* if all of them are receiving a VM, or if the offered
+/// VM is already arriving. While one of them has no call in progress, one offer waits for its next
+/// call, so drop a clone that will receive no more.
 ///
 /// A session that hangs or fails, or a peer that floods a session, does not delay the others. New
 /// connections use the newest settings ([`ServerTls::replace`]), in every session.

@@ -58,7 +58,7 @@ use super::vmm::Builder;
 ///
 /// A host that keeps receiving VMs runs one `Incoming` after another, each with a clone of the
 /// listener. The next one can run whether the previous one received a VM or failed. To receive
-/// several VMs at once on one listener, use [`Incoming::share`].
+/// several VMs at the same time on one listener, use [`Incoming::share`].
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};

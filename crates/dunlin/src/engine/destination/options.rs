@@ -10,7 +10,7 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
 
-/// The lowest rate cap. Four lanes then get a chunk (256 KiB) each second.
+/// The lowest rate cap. With it, each of four lanes gets one chunk (256 KiB) per second.
 const LEAST_RATE: u64 = 1 << 20;
 
 /// Options of a destination, built and checked by [`Options::builder`]. The default is

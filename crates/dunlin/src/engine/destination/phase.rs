@@ -187,8 +187,8 @@ fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
 }
 
 impl Arriving<'_> {
-    /// Notes that the source makes progress, or fails if the source has made no progress for too
-    /// long.
+    /// If `event` shows that the source makes progress, notes that. Otherwise fails if the source
+    /// has made no progress for too long.
     pub(super) fn progress(&mut self, event: Option<&SessionEvent>) -> Result<(), Fault> {
         match event {
             Some(SessionEvent::Control(_, FromPeer::Message(_)) | SessionEvent::Acks) => {

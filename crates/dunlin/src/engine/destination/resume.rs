@@ -20,9 +20,9 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// `peer` has started a new session. If it is the source of this session and the control lane
-    /// is lost, it has given up this session, so this session ends. The source's next attempt can
-    /// then succeed.
+    /// `peer` has started a new session. If `peer` is the source of this session and the control
+    /// lane is lost, this session ends, because its source has given it up. The source's next
+    /// attempt can then succeed.
     pub(super) fn give_way(&mut self, peer: &PeerIdentity) -> Result<(), Fault> {
         if !self.is_with(peer) {
             return Ok(());

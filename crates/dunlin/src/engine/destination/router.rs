@@ -234,14 +234,13 @@ impl Router {
         lock(&self.table).sessions.begin(slot, session)
     }
 
-    /// Frees a slot for the next offer, because the last one was refused.
+    /// Frees a slot for the next offer, after the present offer was refused.
     pub(super) fn free(&self, slot: u64) {
         lock(&self.table).sessions.end(slot);
     }
 
-    /// Assigns a VM to the session of `slot` and returns true, unless another session already has
-    /// the VM. In that case, the other session ends if it has lost its control lane and `peer` is
-    /// its source.
+    /// Assigns a VM to the session of `slot`. Returns false if another session already has the VM.
+    /// That session ends if it has lost its control lane and `peer` is its source.
     pub(super) fn describe(&self, slot: u64, vm: [u8; 16], peer: &PeerIdentity) -> bool {
         let mut table = lock(&self.table);
         let Err(other) = table.sessions.describe(slot, vm) else {

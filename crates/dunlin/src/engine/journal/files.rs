@@ -19,7 +19,7 @@ use super::entry::{Disk, Entry, Role, may_follow};
 use super::error::{JournalError, io_error};
 
 /// How long to wait for a file's lock. This is long enough for a listing, which holds the lock for
-/// microseconds. It is of no use to wait longer for a session, which holds the lock for the
+/// microseconds. Waiting longer is useless if a session holds the lock, because it does so for the
 /// duration of the migration or for the lifetime of the VM.
 const LOCK_LIMIT: Duration = Duration::from_millis(200);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);

@@ -85,8 +85,8 @@ pub enum ResolveError {
 }
 
 impl ResolveError {
-    /// The fault code. If the VMM failed, the code of the shortage that caused it, or
-    /// [`FaultCode::Internal`].
+    /// The fault code. If the VMM failed, this is the code of the shortage that caused the failure,
+    /// or [`FaultCode::Internal`] if there was no shortage.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         match self {

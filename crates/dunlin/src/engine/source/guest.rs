@@ -40,8 +40,8 @@ impl LoggedGuest {
         Ok(())
     }
 
-    /// Adds the pages dirtied since the last call to the pending pages. Returns how many pages the
-    /// logs reported.
+    /// Fetches the dirty logs, and adds the reported pages to the pending pages. Returns how many
+    /// pages the logs reported.
     pub(super) fn fetch(&mut self, session: &Session<'_>) -> Result<u64, Fault> {
         let mut named = 0;
         for log in &mut self.logs {
