@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use super::DebianError;
 use super::root::packages;
 
-/// Returns the folder with libvirtd, its driver for QEMU, virsh, QEMU and nft, and fetches it if it
-/// is not in the cache. Run its programs in a root file system made of it.
+/// Returns the folder with libvirtd and its QEMU driver, virsh, QEMU and nft. Fetches the folder if
+/// it is not in the cache. Run the programs in a root file system made of the folder.
 ///
 /// # Errors
 /// There is no network, or the package has changed; see [`DebianError`].

@@ -118,8 +118,8 @@ type Connection = [(IpAddr, u16); 2];
 
 struct Tally {
     words: HashSet<u64>,
-    /// For each value of 16 bits, whether one of the words has it as its lowest bits. Most offsets
-    /// fail this test, which is much faster than a search for the whole word.
+    /// For each value of 16 bits, whether it equals the lowest bits of one of the words. Most
+    /// offsets fail this test, which is much faster than a search for the whole word.
     starts: Vec<bool>,
     /// Connections that began during the count, the client first.
     opened: HashSet<Connection>,
