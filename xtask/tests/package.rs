@@ -255,7 +255,7 @@ fn install(bare: &Bare) {
     );
     bare.run("id dunlin-tunnel");
 
-    // Create files as the operator, `dunlin libvirt enable` and systemctl do.
+    // Create the files that an operator, `dunlin libvirt enable` and systemctl create on a host.
     bare.run("dunlin init a.example b.example --out /root/hosts");
     bare.run("install -m 640 -g dunlin -t /etc/dunlin /root/hosts/a.example/*");
     bare.run("dunlin tunnel check --config /etc/dunlin/tunnel.toml");

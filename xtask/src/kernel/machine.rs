@@ -19,8 +19,8 @@ use super::verdict::{Record, Said};
 /// A boot takes 10 to 20 seconds on an idle host. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
-/// Time limit for the runner's next report. While a test runs, its own limit is added, which the
-/// guest itself normally enforces.
+/// Time limit for the runner's next report. While a test runs, the test's own limit is added.
+/// Normally the guest enforces that limit.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The factor by which the instruction-counting clock extends every limit, because a second of the

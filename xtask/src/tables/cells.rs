@@ -116,7 +116,7 @@ pub(super) fn variant_key(row: &Row) -> Result<(usize, String)> {
     Ok((order(variant), variant.to_owned()))
 }
 
-/// The cell of the line with these conditions; empty if there is none.
+/// The cell of the line with these conditions; empty if there is no such line.
 pub(super) fn optional(
     run: &Kept,
     conditions: &[(&str, Value)],
