@@ -79,7 +79,7 @@
 //! | [`StuckAtSource`] | called `reactivate` or `resume`, which failed | repairs the cause and resumes the guest |
 //! | [`InDoubt`] | sent *commit* and got no usable answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
 //! | [`RanThenDied`] | learnt that the destination started the VM and lost it | keeps it paused until an operator decides: [`Doubt::resolve`] |
-//! | [`Gone`] | ended; the guest powered off or stopped by itself | frees the VM |
+//! | [`Gone`] | ended the migration, because the guest powered off or stopped | frees the VM |
 //!
 //! At the destination the VM does not run after an error, and the engine has called
 //! [`DestinationVm::discard`] on what was built. What the engine calls when a

@@ -33,9 +33,9 @@ pub struct Cancel(Arc<Mutex<CancelState>>);
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
-    /// Functions to call on cancellation, by the listener's number.
+    /// Functions to call on cancellation, each under its number.
     listeners: BTreeMap<u64, Interrupt>,
-    /// The number of the next listener.
+    /// The number of the next function.
     next: u64,
 }
 

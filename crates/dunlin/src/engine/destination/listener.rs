@@ -1,4 +1,4 @@
-//! One listener for several sessions, and the course of each session.
+//! One listener for several sessions, and the function that runs a session.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -121,7 +121,7 @@ pub(super) fn span() -> Span {
     )
 }
 
-/// Runs a session that waits for its source, on this thread.
+/// Runs a session on this thread, from the wait for its source to its end.
 pub(super) fn receive(
     session: Session<'_>,
     builder: &mut dyn Builder,

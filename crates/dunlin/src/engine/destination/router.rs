@@ -234,7 +234,7 @@ impl Router {
         lock(&self.table).sessions.begin(slot, session)
     }
 
-    /// Frees a slot for the next offer, after the present offer was refused.
+    /// Frees a slot for the next offer, after an offer was refused.
     pub(super) fn free(&self, slot: u64) {
         lock(&self.table).sessions.end(slot);
     }
