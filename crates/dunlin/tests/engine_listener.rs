@@ -191,7 +191,7 @@ fn i2_one_value_serves_one_session_after_another() {
 }
 
 /// A builder that waits after it has built a VM. The receiver gets a message when the builder
-/// waits. The builder continues when the sender sends a message or is dropped.
+/// waits. The builder continues when the test sends a message on the sender or drops the sender.
 fn stuck() -> (TestBuilder, Receiver<()>, Sender<()>) {
     let (built, waits) = channel();
     let (go_on, gone) = channel();

@@ -15,8 +15,8 @@ use vm_memory::VolatileSlice;
 
 use crate::{Changed, MALFORMED};
 
-/// A chunk of one zero page with changed bytes. The header takes 24 bytes, and the range after it
-/// takes 24 bytes.
+/// A chunk of one zero page, with `changes` applied. The header takes 24 bytes, and so does the
+/// range after it.
 fn changed_chunk(changes: &[(usize, &[u8])]) -> Vec<u8> {
     let mut bytes = zero_chunk(0, 0, 0);
     for (at, value) in changes {

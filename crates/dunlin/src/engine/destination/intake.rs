@@ -27,7 +27,7 @@ impl Arriving<'_> {
         complete.or_fault(FaultCode::Malformed, "memory or state is missing")
     }
 
-    /// Fences a lane at the source's request: it must no longer write.
+    /// Fences a lane at the source's request: the lane must no longer write.
     pub(super) fn fence(&mut self, lane: u16) -> Result<(), Fault> {
         let barrier = &self.lanes.barrier;
         match barrier.lanes(|lanes| lanes.fence(lane)) {
