@@ -15,9 +15,10 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// The violated invariant: I1 to I5, I8, *liveness*, or, for tunnels, *order*, *stream*,
-    /// *abort* or *lanes*. Otherwise *accused* if an honest peer was accused, *machine* if a state
-    /// machine did not accept an event, *panic*, or *sim* for an error of the simulator itself.
+    /// The violated invariant: I1 to I5, I8 or *liveness*; for tunnels also *order*, *stream*,
+    /// *abort* or *lanes*. Other failures are *accused* (an honest peer was accused), *machine* (a
+    /// state machine did not accept an event), *panic*, and *sim* (an error of the simulator
+    /// itself).
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
