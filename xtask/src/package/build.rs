@@ -35,7 +35,7 @@ const INSIDE: &str = include_str!("inside.sh");
 const SHOWN: &str = "/usr/src/dunlin";
 
 /// Writes into `source` the files of the checked-out commit, and into `source/vendor` the sources
-/// of the crates that it depends on.
+/// of the crates on which the command depends.
 ///
 /// # Errors
 /// git or cargo fails.
