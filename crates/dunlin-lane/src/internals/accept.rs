@@ -2,9 +2,10 @@
 //! message.
 //!
 //! Unauthenticated connections do not get a thread. One poll loop serves all connections in the
-//! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
-//! bound, the loop evicts an older one that has made the least progress. A silent client therefore
-//! delays no other client, and a thousand silent clients evict mainly each other (invariant I7).
+//! handshake. Each has a deadline, and their number is bounded. When a new connection exceeds the
+//! bound, the loop evicts the one with the least progress among the older connections. A silent
+//! client therefore delays no other client, and a thousand silent clients evict mainly each other
+//! (invariant I7).
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -164,7 +165,7 @@ enum Round {
     /// No connection is waiting, or this round has accepted [`ACCEPTS_PER_ROUND`] connections.
     All,
     /// Descriptors or memory ran out. Holds the kernel's error if no connection is pending; `None`
-    /// if a pending connection was evicted or is still too young.
+    /// if a pending connection was evicted, or is still too young to be evicted.
     Short(Option<io::Error>),
 }
 

@@ -24,8 +24,8 @@ pub(super) struct Denied {
 }
 
 impl Denied {
-    /// Parses the file at `path`: each line holds the pin of a key (`spki-sha256:…`); `#` starts a
-    /// comment.
+    /// Parses `text`, the content of the file at `path`. Each line holds the pin of a key
+    /// (`spki-sha256:…`); `#` starts a comment.
     ///
     /// # Errors
     /// [`IdentityErrorKind::BadDenied`] with the line number.

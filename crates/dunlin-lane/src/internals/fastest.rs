@@ -42,18 +42,19 @@ pub fn auto() -> &'static Choice {
     CHOICE.get_or_init(probe)
 }
 
-/// The fewest and the most lanes of [`lanes`]. With two lanes, the loss of one does not interrupt
-/// the transfer; the memory limits of engine and tunnel are stated for eight.
+/// Minimum and maximum of [`lanes`]. With two lanes, the loss of one does not interrupt the
+/// transfer. The memory limits of engine and tunnel are stated for eight.
 const AUTOMATIC_LANES: [u16; 2] = [2, 8];
 
-/// A number of lanes for this host, from 2 to 8: one for each CPU that this process may use, but no
-/// more than `rate` needs (bytes per second; `None` for no limit). A lane has one thread on each
-/// host, so more lanes than CPUs would only share the CPUs.
+/// A number of lanes for this host, from 2 to 8. It is one for each CPU that this process may use,
+/// but no more than `rate` needs (in bytes per second; `None` for no limit). A lane has one thread
+/// on each host, so more lanes than CPUs would only share the CPUs.
 #[must_use]
 pub fn lanes(rate: Option<u64>) -> u16 {
     let cpus = affinity::allowed().map_or(1, |cpus| cpus.len());
-    // The thread of a lane copies the content and either seals or opens it. A copy takes about as
-    // long as sealing or opening, so a lane's rate is about that at which one core does both.
+    // The thread of a lane copies the content, and either seals or opens it. A copy takes about as
+    // long as sealing or opening. So a lane is about as fast as one core that seals and opens,
+    // which is what the measurement reports.
     let lane = || {
         auto()
             .speeds

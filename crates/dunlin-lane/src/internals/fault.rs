@@ -15,7 +15,8 @@ use super::record::Alert;
 const CERTIFICATE_EXPIRED: Alert = Alert(45);
 
 /// Returns the fault code of an error or of one of its causes, if the code is the same in every
-/// context: no descriptor or memory was left, or a certificate's validity contradicts the clock.
+/// context. This is so if descriptors or memory ran out, or if a certificate has expired or is not
+/// valid yet.
 #[must_use]
 pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
     let mut next = Some(error);
@@ -56,7 +57,7 @@ pub fn of_io(error: &io::Error) -> FaultCode {
     fault_behind(error).unwrap_or(FaultCode::Kernel)
 }
 
-/// The fault code of a failed handshake with a program that may not be Dunlin.
+/// The fault code of a failed handshake with a peer that need not be Dunlin.
 pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     match error {
         // 70 and 71 are protocol_version and insufficient_security. handshake_failure is not

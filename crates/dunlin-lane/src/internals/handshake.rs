@@ -2,8 +2,8 @@
 //!
 //! rustls performs the handshake. Its traffic keys are then extracted and become the two halves of
 //! [`record`](super::record), or are given to the kernel. Each record is read exactly, first its
-//! header and then its body. The peer's first data therefore stays in the socket, where the kernel
-//! must find it if it gets the keys.
+//! header and then its body. The peer's first data therefore stays in the socket: if the kernel
+//! gets the keys, it must find this data there.
 //!
 //! In TLS 1.3 the client finishes before the server verifies the client's certificate. The client
 //! therefore learns of a refusal later, from an alert on its lane.

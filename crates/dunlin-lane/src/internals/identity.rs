@@ -59,7 +59,8 @@ pub struct Identity {
     options: LoadOptions,
 }
 
-/// The content of a host's certificate and the number of the identity's other items, for display.
+/// For display: the content of a host's certificate, and how many trust anchors, revocation lists
+/// and denied keys the identity has.
 #[derive(Clone, Debug)]
 #[cfg(feature = "unstable-internals")]
 pub struct Summary {
@@ -180,8 +181,8 @@ impl Identity {
         Ok((identity, warnings))
     }
 
-    /// The validity of the host's certificate (first), of the trust anchors and of the revocation
-    /// lists.
+    /// The validity of each item: first the host's certificate, then the trust anchors and the
+    /// revocation lists.
     #[cfg(feature = "unstable-internals")]
     pub fn dates(&self) -> &[Dated] {
         &self.dates
@@ -218,8 +219,8 @@ impl Identity {
     }
 
     /// Checks a peer that was admitted earlier, possibly under an identity that was loaded before
-    /// this one: whether this identity denies its keys or lists its certificate as revoked, and
-    /// whether the certificate has expired.
+    /// this one. The check fails if this identity denies a key of the peer or lists the peer's
+    /// certificate as revoked, or if that certificate has expired.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`], [`PeerRefused::Revoked`] or [`PeerRefused::Expired`].

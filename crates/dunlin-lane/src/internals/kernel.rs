@@ -12,8 +12,9 @@
 //! ```
 //!
 //! If the kernel rejects a connection's keys although it accepted the probe's, the connection is
-//! closed. It is not used with keys in this process, because one direction might be unencrypted.
-//! With `auto`, later connections then use this process until the kernel is probed again.
+//! closed. It is not used with keys in this process, because the kernel may already have the key of
+//! one direction. With `auto`, later connections then use this process until the kernel is probed
+//! again.
 
 mod chosen;
 mod driver;
@@ -396,11 +397,11 @@ fn try_give(
 }
 
 /// Returns the first nonce for the kernel. With AES-GCM in TLS 1.2 each record contains eight bytes
-/// of its nonce. The handshake derives them as the XOR of the record number and the value from the
-/// key block. The kernel counts up from the value that it receives. If the kernel started at the
-/// key block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
-/// reveal the authentication key. So the kernel starts at a distance of 2^63 from
-/// that value.
+/// of its nonce. In the handshake, rustls computes these eight bytes as the XOR of the record
+/// number and the value from the key block. The kernel counts up from the value that it receives.
+/// If the kernel started at the key block's value, it would reuse the nonce of *Finished*, and two
+/// records with the same nonce reveal the authentication key. So the kernel starts at a distance of
+/// 2^63 from the key block's value.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;

@@ -2,7 +2,7 @@
 //! an authority certifies, or by a pin, which needs no authority.
 //!
 //! A certificate chain proves that a trusted authority issued the certificate. The list of peers
-//! decides whether its holder may migrate virtual machines to or from this host.
+//! decides whether the certificate's holder may migrate virtual machines to or from this host.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -319,8 +319,8 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns an entry for settings of single peers. It selects this peer, and as few other peers
-    /// as possible.
+    /// Returns a name or pin that selects this peer, and as few other peers as possible, in
+    /// settings for single peers.
     pub fn selector(&self) -> Peer {
         match &self.authorised_by {
             AuthorisedBy::Pin(pin) => Peer::Pin(*pin),
@@ -382,9 +382,9 @@ impl PeerIdentity {
     }
 
     /// Returns a list with only the name or pin that admitted this peer, or, if neither did,
-    /// [`Peers::AnyFromAuthority`]. It also admits a renewed certificate that has the name or fits
-    /// the pin, and it may admit other peers: after a handshake, check with [`PeerIdentity::is`]
-    /// whether the admitted peer is this peer.
+    /// [`Peers::AnyFromAuthority`]. The list also admits a renewed certificate that has the name or
+    /// fits the pin, and it may admit other peers. After a handshake, check with
+    /// [`PeerIdentity::is`] whether the admitted peer is this peer.
     #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {
         match &self.authorised_by {

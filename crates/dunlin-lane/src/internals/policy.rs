@@ -306,8 +306,7 @@ impl ServerTls {
         kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
     }
 
-    /// Uses `settings` for all later handshakes, because they belong to the session that began with
-    /// these settings.
+    /// Uses `settings`, with which this session began, for all its later handshakes.
     pub(super) fn keep_settings(&self, settings: &Arc<ServerSettings>) {
         *lock(&self.kept) = Some(Arc::clone(settings));
     }

@@ -380,8 +380,8 @@ mod without {
 #[cfg(not(feature = "aws-lc-sys"))]
 pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
-/// Whether this library can seal records straight from guest memory and open them into it with this
-/// suite.
+/// Whether this library can, with this suite, seal records straight from guest memory and open
+/// records straight into guest memory.
 pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
     cfg!(feature = "aws-lc-sys")
         && provider == Provider::AwsLcRs

@@ -4,8 +4,8 @@
 //! A record consists of a header of five bytes, the content, one byte with the content's type, and
 //! a tag of sixteen bytes. Records are sealed and opened in place, in the caller's buffer. If the
 //! crypto library supports it, the cipher works between that buffer and guest memory instead, so
-//! pages are not copied. Each half counts its own records and is independent of the other, so the
-//! halves can belong to two threads.
+//! pages are not copied. [`SealHalf`] and [`OpenHalf`] count their own records and are independent
+//! of each other, so they can belong to two threads.
 //!
 //! Keys are not updated. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a
 //! lane is replaced before that, see [`RECORD_LIMIT`]. A peer that requests new keys ends the lane.
@@ -503,10 +503,10 @@ impl OpenHalf {
     /// record's length without [`OVERHEAD_BYTES`], which is the content's length if there is no
     /// padding.
     ///
-    /// If the record holds padded data or an alert, or the library cannot open into guest memory,
-    /// the content stays in `record`, after the header, as after [`OpenHalf::open`], and the result
-    /// is [`Landed::InRecord`]. The pages then hold undefined bytes, and the caller must still fill
-    /// them.
+    /// If the record holds padded data or an alert, or if the library cannot open into guest
+    /// memory, the result is [`Landed::InRecord`]. The content then stays in `record`, after the
+    /// header, as after [`OpenHalf::open`]. The pages hold undefined bytes, and the caller must
+    /// still fill them.
     ///
     /// # Errors
     /// [`OpenError`]. The content of the pages is then undefined and must be overwritten or never

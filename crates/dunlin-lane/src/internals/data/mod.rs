@@ -63,8 +63,8 @@ impl PlainConsent {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// Returns the consent for a connection that IPsec protects, with a keying session between the
-    /// two hosts. The caller guarantees the protection.
+    /// Returns the proof for a connection that IPsec protects. The caller guarantees that a keying
+    /// session between the two hosts has set up this protection.
     #[must_use]
     pub fn sealed_below() -> Self {
         Self(())

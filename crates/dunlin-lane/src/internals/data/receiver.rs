@@ -33,8 +33,8 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 
 /// Maximum number of pieces of guest memory into which one record is opened. A record that spans
 /// more pieces is opened in the receive buffer and then copied. A record of a
-/// [`DataSender`](super::DataSender) needs at most five pieces of a page each: if the kernel seals,
-/// a record may begin and end within a page.
+/// [`DataSender`](super::DataSender) holds four pages. If the kernel seals, the record may begin
+/// within a page, and then touches five.
 const TARGETS_PER_RECORD: usize = 8;
 
 /// The number of bytes to read from a record that is not data. An alert has two bytes, so a third

@@ -107,7 +107,7 @@ pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Payload bytes added so far.
     filled: usize,
-    /// The payload, in guest memory: one slice per page; the last slice may be shorter. Unused
+    /// The payload in guest memory, with one slice per page. The last slice may be shorter. Unused
     /// slices are empty.
     guest: [VolatileSlice<'a>; PAGES_PER_FRAME],
 }

@@ -8,7 +8,7 @@
 use super::{DataReceiver, DataSender, ReceiveError, SendError};
 
 impl DataSender {
-    /// Turns the end that dialled into a receiver. Its only message was the lane's first one.
+    /// Makes this end, which dialled, a receiver. It has sent only the lane's first message.
     ///
     /// # Errors
     /// The socket's options cannot be set.
@@ -19,7 +19,7 @@ impl DataSender {
 }
 
 impl DataReceiver {
-    /// Turns the end that accepted into a sender.
+    /// Makes this end, which accepted the connection, a sender.
     ///
     /// # Errors
     /// [`SendError::Spent`] if a frame has been received, or the socket's options cannot be set.

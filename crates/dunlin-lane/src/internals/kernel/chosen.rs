@@ -15,8 +15,9 @@ const COUNTERS: &str = "/proc/thread-self/net/tls_stat";
 /// The names in ethtool(8) of the features with which a network card seals and opens records: first
 /// for sending, then for receiving.
 const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
-/// Counters are reported if their name contains one of these parts. They count connections on
-/// network cards, and failures (Documentation/networking/tls.rst).
+/// Counters are reported if their name contains one of these parts. They count failures, and
+/// connections for which a network card seals or opens the records
+/// (Documentation/networking/tls.rst).
 const REPORTED: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
 
 /// Queries the kernel about a connection. This needs netlink, for which this crate has no socket,
@@ -79,9 +80,10 @@ pub struct Chosen {
     /// The device through which the connection's segments left when its keys were installed, and
     /// whether that device accepts keys; `None` if the kernel does not report it.
     pub device: Option<Device>,
-    /// Counters of connections on a network card and of failures, under the kernel's names. They
-    /// cover all sockets in this network namespace since its creation; no counter is specific to
-    /// this connection. Empty if the kernel does not report them.
+    /// The kernel's counters, under its own names, of failures and of connections for which a
+    /// network card seals or opens the records. They cover all sockets in this network namespace
+    /// since its creation; no counter is specific to this connection. Empty if the kernel does not
+    /// report them.
     pub counters: BTreeMap<String, u64>,
 }
 

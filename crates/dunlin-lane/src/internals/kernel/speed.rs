@@ -18,7 +18,7 @@ const PIECE_BYTES: usize = 16 << 10;
 const RUNS: u32 = 8;
 const LONGEST: Duration = Duration::from_millis(150);
 
-/// Measures how many bytes per second one core seals and opens with the kernel's TLS: sends the
+/// Measures how many bytes per second one core seals and opens with the kernel's TLS. Sends the
 /// same bytes over two connections to this host, one with keys and one without, and subtracts the
 /// times. Returns `None` if the times do not differ measurably.
 ///

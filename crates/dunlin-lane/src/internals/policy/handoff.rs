@@ -30,9 +30,9 @@ pub struct HandoffTls {
 }
 
 impl HandoffTls {
-    /// Returns settings that offer `offer` to a peer trusted by `trust`. If given, `server` is sent
-    /// as SNI unless it is an IP address, and the certificate of `identity` is presented if the
-    /// peer requests one.
+    /// Returns settings that offer `offer` to a peer trusted by `trust`. `server`, if given, is
+    /// sent as SNI unless it is an IP address. The certificate of `identity`, if given, is
+    /// presented if the peer requests one.
     ///
     /// # Errors
     /// [`SettingsError`].

@@ -40,8 +40,8 @@ struct Keys {
     asked: AtomicBool,
     /// Whether this side must still request the peer's next key.
     asking: AtomicBool,
-    /// Maximum number of data records that this side seals with one key. In TLS 1.3 it requests the
-    /// peer's next key after it has opened half as many.
+    /// Maximum number of data records that this side seals with one key. In TLS 1.3, this side also
+    /// requests the peer's next key after it has opened half as many records.
     limit: AtomicU64,
 }
 
@@ -136,7 +136,7 @@ impl Sealing {
     /// Whether a TLS message should be sent although there is no data.
     ///
     /// Nothing may be sent after the close of a direction, because the peer would reset the
-    /// connection, which would discard data in transit to this side.
+    /// connection, and the reset would discard data in transit to this side.
     pub fn is_asking(&self) -> bool {
         !self.is_closed && self.keys.asking.load(Ordering::SeqCst)
     }

@@ -52,8 +52,8 @@ struct Shared<C> {
     /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
     /// message. rustls keeps positions in these bytes, so the next call must pass them again.
     partial: Vec<u8>,
-    /// Maximum number of data records that this side seals with one key. In TLS 1.3 it requests the
-    /// peer's next key after it has opened half as many.
+    /// Maximum number of data records that this side seals with one key. In TLS 1.3, this side also
+    /// requests the peer's next key after it has opened half as many records.
     limit: u64,
     /// Data records sealed with the current key.
     sealed: u64,

@@ -68,7 +68,8 @@ impl Bundle {
         })
     }
 
-    /// Whether the file has an authority and therefore trusts more certificates than it contains.
+    /// Whether the file contains an authority. If so, the bundle trusts more certificates than the
+    /// file contains.
     pub fn has_authority(&self) -> bool {
         !self.authorities.anchors.is_empty()
     }

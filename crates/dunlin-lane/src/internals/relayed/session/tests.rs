@@ -85,8 +85,8 @@ fn sealed(session: &Session, content: Option<&[u8]>) -> Vec<u8> {
     records
 }
 
-/// Opens `records` in parts of `part` bytes; returns the content and whether they close the
-/// direction.
+/// Opens `records` in parts of `part` bytes. Returns the content, and whether the direction has
+/// been closed.
 fn opened(session: &Session, records: &[u8], part: usize) -> (Vec<u8>, bool) {
     let (mut buffer, mut content) = (Vec::new(), Vec::new());
     for part in records.chunks(part) {
