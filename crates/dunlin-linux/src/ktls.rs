@@ -67,10 +67,10 @@ pub struct Key<'a> {
     /// The key, with the cipher's key length ([`Cipher::key_bytes`]).
     pub key: &'a [u8],
     /// For TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make
-    /// the nonce. For AES-GCM in TLS 1.2: the four secret bytes of the salt, then the explicit
-    /// nonce of the kernel's first record; the kernel counts up from it, independently of the
-    /// sequence number. No earlier record may have used this explicit nonce or a later one: two
-    /// records with the same nonce reveal the authentication key.
+    /// the nonce. For AES-GCM in TLS 1.2: the four secret bytes of the salt, followed by the
+    /// explicit nonce of the kernel's first record. The kernel counts the explicit nonce up,
+    /// independently of the sequence number. No earlier record may have used this explicit nonce or
+    /// a later one, because two records with the same nonce reveal the authentication key.
     pub nonce: [u8; 12],
     /// The sequence number of the next record.
     pub sequence: u64,

@@ -98,9 +98,9 @@ pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, Fil
     }
 }
 
-/// Listens at `path`, which must not exist, with mode 0600. The mode is that of the socket before
-/// it is bound (unix(7)), so the file never has a wider mode, and no file that another process puts
-/// in its place gets this mode.
+/// Listens at `path`, which must not exist, with mode 0600. The mode is set on the socket before
+/// the socket is bound (unix(7)). So the socket's file never has a wider mode, and no file that
+/// another process puts in its place gets this mode.
 ///
 /// # Errors
 /// `AddrInUse` if the path exists; otherwise an error of the kernel.
@@ -131,8 +131,8 @@ fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: u32) -> io::
 }
 
 /// Opens the file at `path` if it has the type, the owner and the mode of the socket that this
-/// process has just bound. A process that may write to the directory could have replaced it with a
-/// link to another file, which would then get the new owner.
+/// process has just bound. A process that may write to the directory could have replaced the
+/// socket's file with a link to another file, which would then get the new owner.
 fn own_file(path: &Path, access: &FileAccess) -> io::Result<(OwnedFd, Stat)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty())?;

@@ -183,8 +183,8 @@ fn region(
 /// Call it before the first page is touched: populated pages stay small until khugepaged merges
 /// them.
 ///
-/// Errors are ignored, so that the advice cannot make a guest fail: a kernel without transparent
-/// huge pages returns `EINVAL` and leaves the memory unchanged; under the policy `never` the advice
+/// Errors are ignored, because a guest also works without huge pages. A kernel without transparent
+/// huge pages returns `EINVAL` and leaves the memory unchanged. Under the policy `never` the advice
 /// has no effect.
 ///
 /// Drawback: the first touch of a page may populate the 2 MiB around it.

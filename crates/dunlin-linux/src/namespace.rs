@@ -14,7 +14,7 @@ pub fn in_new_network<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T>
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("dunlin-network".to_owned());
         let inside = thread.spawn_scoped(scope, || {
-            // SAFETY: `CLONE_NEWNET` alone changes which network devices and tables new sockets of
+            // SAFETY: `CLONE_NEWNET` changes only which network devices and tables new sockets of
             // this thread use. The thread shares memory and descriptors with the process as before.
             unsafe { unshare_unsafe(UnshareFlags::NEWNET)? };
             Ok(work())

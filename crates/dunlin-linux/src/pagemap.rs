@@ -103,9 +103,9 @@ pub(crate) enum Absent {
     Written,
 }
 
-/// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that was
-/// written since it was last reported, and write-protects it again. For each page, reporting and
-/// write-protecting are one atomic step.
+/// Calls `found` with each range of bytes of `memory` that was written since it was last reported,
+/// and write-protects the range again. Ranges are in order, and relative to the start of `memory`.
+/// For each page, reporting and write-protecting are one atomic step.
 ///
 /// # Errors
 /// `EPERM` if `memory` is not registered for asynchronous write-protection. Ranges reported before
@@ -117,8 +117,9 @@ pub(crate) fn take_written(
     found: impl FnMut(Range<u64>),
 ) -> io::Result<()> {
     // If PAGE_IS_WRITTEN is the only condition, the kernel reports every entry without
-    // write-protection, empty ones included (pagemap_scan_pmd_entry, fs/proc/task_mmu.c). If there
-    // is another condition, the kernel gives an empty entry no categories and does not report it.
+    // write-protection, empty ones included (pagemap_scan_pmd_entry, fs/proc/task_mmu.c). With the
+    // further condition that the page is present or swapped out, the kernel does not report empty
+    // entries.
     let category_anyof_mask = match absent {
         Absent::Clean => PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         Absent::Written => 0,
@@ -138,8 +139,8 @@ pub(crate) fn open() -> io::Result<File> {
     File::open("/proc/self/pagemap")
 }
 
-/// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that
-/// matches the filter.
+/// Calls `found` with each range of bytes of `memory` that matches the filter, in order, and
+/// relative to the start of `memory`.
 fn scan(
     pagemap: &File,
     memory: &VolatileSlice<'_>,

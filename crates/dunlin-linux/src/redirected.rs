@@ -30,8 +30,8 @@ pub fn original_destination(socket: impl AsFd) -> io::Result<SocketAddr> {
     parse(&address, length).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Whether an address is one of this host: packets to it have it as their source too. False if the
-/// kernel has no route to it.
+/// Whether `address` belongs to this host: a packet from this host to such an address has the same
+/// address as its source. False if the kernel has no route to `address`.
 #[must_use]
 pub fn is_own_address(address: IpAddr) -> bool {
     let any: IpAddr = match address {
@@ -43,7 +43,8 @@ pub fn is_own_address(address: IpAddr) -> bool {
         socket.connect((address, 9))?;
         socket.local_addr()
     });
-    // The source of a packet to another address of loopback is 127.0.0.1.
+    // A packet to 127.0.0.2, for example, has the source 127.0.0.1, so loopback addresses are not
+    // compared.
     address.is_loopback() || connected.is_ok_and(|from| from.ip() == address)
 }
 

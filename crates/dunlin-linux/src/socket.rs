@@ -220,7 +220,7 @@ pub fn set_buffers(
 }
 
 /// The largest packet in bytes that the kernel sends to the address of a connected socket now: the
-/// MTU of the device on the route, or less if a router on the path has reported that (`IP_MTU`,
+/// MTU of the device on the route, or a lower MTU that a router on the path has reported (`IP_MTU`,
 /// ip(7)).
 ///
 /// # Errors
@@ -257,9 +257,9 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_socket_linger(socket, Some(Duration::ZERO))?)
 }
 
-/// Whether a process has the unix socket at `path` open, whatever its type. That process does not
-/// notice the check, because the function connects a datagram socket, which a stream socket rejects
-/// without a connection (unix(7)).
+/// Whether a process has the unix socket at `path` open; the socket may be of any type. That
+/// process does not notice the check: the function connects a datagram socket, and a stream socket
+/// rejects this without a connection (unix(7)).
 ///
 /// # Errors
 /// An error from connect(2), such as `NotFound`.

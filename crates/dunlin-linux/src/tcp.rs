@@ -34,8 +34,8 @@ impl Silence {
     /// data after the peer last sent something.
     ///
     /// Drawback: if the peer fails while its window is closed, this method detects the failure only
-    /// after the next retransmission or the third probe; the kernel may wait two minutes between
-    /// two of them (RFC 9293, 3.8.6.1).
+    /// after the next retransmission or the third probe. The kernel may wait two minutes between
+    /// two retransmissions or probes (RFC 9293, 3.8.6.1).
     #[must_use]
     pub fn is_overdue(&self, limit: Duration) -> bool {
         let owes_acknowledgement = self.unacknowledged > 0 && self.since_sent < self.since_heard;
@@ -155,11 +155,11 @@ fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
     option::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO)
 }
 
-/// Sets the traffic class of a connection's packets: the upper six bits are the DSCP; TCP keeps the
-/// lower two (`IP_TOS`, `IPV6_TCLASS`).
+/// Sets the traffic class of a connection's packets (`IP_TOS`, `IPV6_TCLASS`). The upper six bits
+/// are the DSCP; TCP keeps the lower two.
 ///
-/// If the class changes, the kernel looks up the connection's route, and with it the SA, again at
-/// the next send, on the CPU of that send. With IPsec this moves a connection to the SA of the CPU
+/// If the class changes, the next send makes the kernel look up the connection's route again, and
+/// with it the SA, on the CPU of that send. With IPsec this moves a connection to the SA of the CPU
 /// that sends next.
 ///
 /// # Errors

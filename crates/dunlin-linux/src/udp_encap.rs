@@ -9,10 +9,11 @@ use crate::option;
 const UDP_ENCAPSULATION: libc::c_int = 100;
 const ESP_IN_UDP: libc::c_int = 2;
 
-/// While the socket is open, makes the kernel pass the ESP packets that the socket receives to the
-/// SA of their SPI, as if they had arrived without UDP. The socket can still read packets that are
-/// not ESP (their first four bytes are zero). Sending ESP in UDP needs no socket, but a socket
-/// bound to the source port keeps other programs from using it.
+/// Makes the kernel process each ESP packet that arrives at this socket as if it had arrived
+/// without UDP: the SA with the packet's SPI gets it. This lasts until the socket is closed. The
+/// socket can still read packets that are not ESP (their first four bytes are zero). Sending ESP in
+/// UDP needs no socket, but a socket bound to the source port keeps other programs from using that
+/// port.
 ///
 /// # Errors
 /// An error from setsockopt(2): `ENOPROTOOPT` if the kernel lacks ESP in UDP.

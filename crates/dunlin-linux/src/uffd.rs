@@ -171,9 +171,10 @@ impl WriteWatch {
         }
     }
 
-    /// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that
-    /// was written since it was registered or last taken, in whole pages (huge pages if the memory
-    /// consists of them). May report more, such as a page that was read for the first time.
+    /// Calls `found` with each range of bytes of `memory` that was written since it was registered
+    /// or last taken. Ranges are in order, relative to the start of `memory`, and in whole pages
+    /// (huge pages if the memory consists of them). May report more, such as a page that was read
+    /// for the first time.
     ///
     /// # Errors
     /// `EPERM` if `memory` is not registered.
