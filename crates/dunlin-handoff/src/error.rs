@@ -10,7 +10,8 @@ use dunlin_lane::provider::TlsVersion;
 use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
-/// Why no connection was established or moved into the kernel, or an acceptor did not start.
+/// Why a connection was not established or not moved into the kernel, or why an acceptor did not
+/// start.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandoffError {

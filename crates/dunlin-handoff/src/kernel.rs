@@ -32,9 +32,9 @@ impl Connected {
     /// parts of [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`HandoffError::Kernel`]; or [`HandoffError::Handshake`] if the connection fails, or if the
-    /// server sends a message after the handshake that is not a session ticket (data is not an
-    /// error). The connection is closed, because the kernel may have only one of its keys.
+    /// [`HandoffError::Kernel`]. [`HandoffError::Handshake`] if the connection fails, or if the
+    /// server, after its handshake, sends a handshake message that is not a session ticket. The
+    /// connection is closed, because the kernel may have only one of its keys.
     pub fn into_kernel(
         self,
         deadline: Instant,

@@ -19,10 +19,10 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 use dunlin_lane::splice::Stop;
 
-/// A listener with its threads and clients. Dropping it immediately closes the listener and the
+/// A listener with its threads and clients. Dropping it first closes the listener and the
 /// connections of pending and forwarded clients, and refuses the clients that wait for their
-/// receiver to accept. It then waits for the hand-overs that are in progress, which takes at most
-/// five seconds. Sockets that were handed over stay open.
+/// receiver to accept. It then waits, for at most five seconds, for the hand-overs that are in
+/// progress. Sockets that were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,
@@ -86,9 +86,9 @@ impl Acceptor {
         self.address
     }
 
-    /// Stops accepting, and waits for at most `limit` until every client has been handed over or
-    /// refused, or its forwarded connection has ended. Then closes the remaining connections.
-    /// Returns the number of forwarded clients and hand-overs that remained.
+    /// Stops accepting, and waits for at most `limit` until no client is left: each was handed over
+    /// or refused, or was forwarded and its connection has ended. Then closes the remaining
+    /// connections. Returns the number of forwarded clients and hand-overs that remained.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         let mut state = lock(&self.shared.state);
