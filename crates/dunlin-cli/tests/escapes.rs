@@ -149,7 +149,7 @@ impl Captive {
 
 impl Drop for Captive {
     fn drop(&mut self) {
-        // With its old registers, the kernel restarts the interrupted call.
+        // When the process has its old registers again, the kernel restarts the interrupted call.
         let _ = ptrace::setregs(self.pid, self.registers);
         let _ = ptrace::detach(self.pid, None);
     }

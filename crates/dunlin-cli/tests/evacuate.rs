@@ -138,7 +138,7 @@ fn named<'a>(results: &'a Value, name: &str) -> &'a Value {
     found.unwrap_or_else(|| panic!("no {name} in {results:?}"))
 }
 
-/// The values of a field of all lines of an event.
+/// The values of `field` in all lines with this event.
 fn all<'a>(lines: &'a [Value], event: &str, field: &str) -> Vec<&'a str> {
     let lines = lines.iter().filter(|line| line["event"] == event);
     lines.map(|line| line[field].as_str().unwrap()).collect()
@@ -201,7 +201,8 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
     println!("{}\n{}", first.out, first.err);
     let lines = first.lines();
     assert_eq!(all(&lines, "started", "vm"), ["ci", "web", "db", "mail"]);
-    // One at a time: a VM starts only after the previous VM has reached switchover or has ended.
+    // One at a time: a migration starts only after the previous one has reached switchover or has
+    // ended.
     for pair in ["ci", "web", "db", "mail"].windows(2) {
         let started = place(&lines, "started", pair[1]);
         let place_left = place(&lines, "switchover", pair[0]).or(place(&lines, "ended", pair[0]));
@@ -375,8 +376,9 @@ fn budgets_are_shared_and_limits_are_kept() {
     let (code, report) = run.ended();
     assert_eq!(code, 4, "{report}");
 
-    // A VM that exceeds its time limit is cancelled, or is paused until it has moved. When only one
-    // VM is left, its rate changes. Afterwards libvirt has no limit of a rate any more.
+    // If a VM exceeds the time limit, its migration is cancelled, or, with `--on-time-limit pause`,
+    // the VM is paused until it has moved. When only one VM is left, its rate changes. Afterwards
+    // libvirt limits no rate any more.
     let late = scene
         .evacuate(Side::A, "--parallel 2 --outbound 4M --time-limit 2s")
         .expect(1);
@@ -489,7 +491,7 @@ fn i1_i2_a_killed_daemon_or_a_cut_link_loses_no_vm() {
 
     let run = scene.copying(Side::A, "ci", SLOW);
     scene.pair.link.cut().unwrap();
-    // The destination does not answer, so the VM is in doubt, and nothing more starts.
+    // The destination does not answer, so the VM is in doubt, and no further migration starts.
     let cut = done(run);
     let (code, report) = (cut.code, cut.last());
     println!("cut {code} {report}");

@@ -1,6 +1,6 @@
 //! The clients in `clients/` with helpers that pass no socket, one socket, several sockets, or a
-//! socket late. A client that gets no socket logs the line that xenopsd logs. `tests/kernel`
-//! `k15_clients` tests the clients with sockets that use kernel TLS.
+//! socket late. A client that gets no socket logs the line that xenopsd logs. `k15_clients` in
+//! `tests/kernel` tests the clients with sockets that use kernel TLS.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/pool.rs"]
@@ -219,8 +219,8 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
         let signals: u32 = signals.split(' ').next().unwrap().parse().unwrap();
         (said.to_owned(), signals)
     };
-    // The signals arrive while the client waits for the helper's line, and then while it waits for
-    // the helper's end.
+    // The first time, signals arrive while the client waits for the helper's line; the second time,
+    // while it waits for the helper's end.
     for (before, behind) in [("0.3", "0"), ("0", "0.3")] {
         let (said, signals) = taken(before, behind, &["60000"]);
         assert_eq!(said, "a socket");

@@ -1,5 +1,5 @@
-//! Identity options of the command: pins, other layouts, world-readable keys, certificates that
-//! expire or are reloaded.
+//! Identity options of the command: pins, directory layouts of other programs, world-readable keys,
+//! certificates that expire or are reloaded.
 #![allow(clippy::unwrap_used)]
 
 mod support;

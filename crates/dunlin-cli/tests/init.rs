@@ -64,7 +64,7 @@ fn each_host_gets_its_files_and_nothing_is_overwritten() {
     ];
     let expected = expected.map(|(name, mode)| (name.to_owned(), mode));
     assert_eq!(files(&out), BTreeSet::from(expected.clone()));
-    // The output names every file of a host, with its destination.
+    // The output names every file of a host, with the path at which to install it.
     let line = done.last();
     let named: BTreeSet<(String, String)> = line["hosts"]
         .as_array()
@@ -111,7 +111,8 @@ fn each_host_gets_its_files_and_nothing_is_overwritten() {
     }
 }
 
-/// With --libvirt there is no configuration, and with three hosts each has a route to each other host.
+/// With `--libvirt`, `init` writes no configuration. With three hosts, each has a route to every
+/// other host.
 #[test]
 fn hosts_of_libvirt_have_no_configuration_and_three_hosts_have_all_routes() {
     let scratch = Scratch::new();

@@ -164,7 +164,7 @@ fn enable_changes_nothing_if_a_peer_is_another_than_expected() {
     assert!(!scene.rules("a").contains("inet dunlin"));
 }
 
-/// An example of such a program is GlusterFS, which uses ports from 49152 on.
+/// GlusterFS, for example, listens on ports from 49152 on.
 #[test]
 fn enable_refuses_if_another_program_listens_on_the_ports() {
     let Some(scene) = Scene::new() else { return };
@@ -178,7 +178,7 @@ fn enable_refuses_if_another_program_listens_on_the_ports() {
     assert_eq!(scene.enable("a", "").code, 0);
 }
 
-/// The addresses of a name with both families belong to one peer, also in the next `enable`.
+/// If a name has an IPv4 and an IPv6 address, both belong to one peer, also in the next `enable`.
 #[test]
 fn a_name_with_two_addresses_is_one_peer() {
     let Some(scene) = Scene::new() else { return };
@@ -268,7 +268,8 @@ fn enable_undoes_all_if_the_ports_cannot_be_reserved() {
 #[test]
 fn enable_undoes_all_if_the_units_cannot_be_started() {
     let Some(scene) = Scene::new() else { return };
-    // A script in place of systemctl, as on a host on which no unit runs and none can be enabled.
+    // A script takes the place of systemctl. It behaves as on a host on which no unit runs and none
+    // can be enabled.
     let calls = scene.path("a", "run/calls");
     let bin = scene.files.scratch.join("bin");
     fs::create_dir(&bin).unwrap();
@@ -329,7 +330,7 @@ fn the_identities_of_init_are_installed_for_the_services() {
     let _far = scene.tunnel("b");
     let first = enable("a", "b.test", "a.test").expect(0);
     assert!(first.out.contains("GiB/s"), "{}", first.out);
-    // There is no advice to take the key away from the services.
+    // The output has no advice that would make the key unreadable for the services.
     assert!(!first.err.contains("key.pem"), "{}", first.err);
     for (file, mode) in [("", 0o750), ("key.pem", 0o640), ("cert.pem", 0o640)] {
         let found = fs::metadata(scene.path("a", "etc").join(file)).unwrap();

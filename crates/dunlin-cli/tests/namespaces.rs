@@ -120,8 +120,8 @@ struct Downtime {
 impl Downtime {
     fn of(moved: &Value, limit: f64) -> Self {
         let iterations = moved["iterations"].as_array().unwrap();
-        // The last iteration is the switchover. Its record has the predicted downtime that led to
-        // it.
+        // The last iteration is the switchover. Its record has the downtime that the source
+        // predicted before the switchover.
         let last = iterations.last().unwrap();
         let found = Self {
             limit,

@@ -1,5 +1,5 @@
-//! The output of a VM's process: a closed or stalled reader neither ends nor delays the process, and
-//! what a process answers controls no operator's terminal.
+//! The output of a VM's process. A closed or stalled reader neither ends nor delays the process,
+//! and the process's answers cannot control an operator's terminal.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -56,7 +56,7 @@ fn waiting(hosts: &Hosts, flags: &str) -> (Ends, BufReader<ChildStdout>, String)
     }
 }
 
-/// Connects without speaking TLS, and waits until the process has refused that.
+/// Connects without speaking TLS, and waits until the process has refused the connection.
 fn stranger(address: &str) {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();

@@ -116,8 +116,8 @@ fn connections_from_a_port_in_the_range_pass() {
                 (c, b, &net.c, &net.b),
                 (b, c, &net.b, &net.c),
             ] {
-                // Use each service port once: a process that another test forks keeps a listener
-                // open, although it is closed here, until that process executes its program.
+                // Use each service port once. This test closes the listener, but a process that
+                // another test forks keeps it open until that process executes its program.
                 let service = SERVICE + u16::try_from(kept.len()).unwrap();
                 let listener = listen(at, (any(family), service));
                 let near = dial_from(host, (from, port).into(), (to, service).into()).unwrap();

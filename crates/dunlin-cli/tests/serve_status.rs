@@ -345,7 +345,8 @@ fn the_process_that_serves_the_page_is_confined() {
         assert!(status.lines().any(|one| one == line), "{status}");
     }
     page.get("/");
-    // A file outside the control directory, which the process could read otherwise.
+    // The first link leads to a file outside the control directory. Only the confinement keeps the
+    // process from reading that file.
     let elsewhere = Scratch::new();
     let entry = json!({"ended_ms": 1, "role": "source", "vm": "a", "peer": "b", "result": "moved",
         "total_s": 1.0});
@@ -507,7 +508,8 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
     );
     assert_eq!(page.send(lines.as_bytes()).0, 431);
 
-    // A request without an end is refused at the limit, and not when its time is over.
+    // A request without an end is refused as soon as it exceeds the maximum length, before its time
+    // limit.
     let endless = format!("GET / HTTP/1.1\r\nA: {}", "x".repeat(64 << 10));
     assert!([0, 431].contains(&page.send(endless.as_bytes()).0));
 

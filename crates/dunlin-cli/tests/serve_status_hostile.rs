@@ -1,5 +1,5 @@
-//! Clients of `dunlin serve-status` and of status sockets that read nothing, send nothing, or ask all
-//! the time, and a directory with any number of status sockets.
+//! Clients of `dunlin serve-status` and of status sockets. The clients read nothing, send nothing,
+//! or ask all the time. Also a directory with any number of status sockets.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/status.rs"]
@@ -111,8 +111,8 @@ fn spent(pid: u32, name: &str) -> Duration {
     Duration::from_nanos(tasks.filter_map(of).sum())
 }
 
-/// Members of the group that read the status all the time, or never, take a limited number of
-/// answers from a process, and its migration goes on.
+/// Members of the group read the status all the time, or connect and never read it. They take a
+/// limited number of answers from a process, and its migration goes on.
 ///
 /// Claim H16 of docs/security.
 #[test]

@@ -1,5 +1,5 @@
 //! Interoperation with the command of an earlier commit, in both directions: migrations, tunnels,
-//! hand-offs, and each other's journals. `make soak` builds the earlier command
+//! hand-offs, and the journals that the other command wrote. `make soak` builds the earlier command
 //! (`tools/previous`).
 #![allow(clippy::unwrap_used)]
 

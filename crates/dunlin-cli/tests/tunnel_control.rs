@@ -498,7 +498,7 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || {
         scene.status("near")["listeners"] == Value::Array(Vec::new())
     });
-    // A client that sends the same request as stdio, but disconnects before it connects to the
+    // This client sends the same request as `stdio`, but disconnects without ever connecting to the
     // listener.
     let mut asking = connect(control(&scene.hosts).join("tunnels/near.sock"));
     let request = r#"{"do":"open","route":"plain","once":true,"wait":true}"#;

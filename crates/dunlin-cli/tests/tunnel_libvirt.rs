@@ -46,10 +46,11 @@ fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
     for side in [Side::A, Side::B] {
         scene.stop(side);
         let tried = scene.fails(Side::A, &vm, "");
-        // The rules of the source lead the connection to the tunnel: no packet of it leaves.
+        // The rules of the source redirect the connection to the tunnel, so none of its packets
+        // leaves the host.
         assert!(!tried.keys().any(|port| PORTS.contains(port)), "{tried:?}");
-        // A's tunnel refuses connections while it cannot reach B's, as B would without a tunnel. If
-        // it accepted and reset them, QEMU 10.0 would crash in one of four cases (util/yank.c).
+        // While A's tunnel cannot reach B's, it refuses connections. If it accepted and then reset
+        // them, QEMU 10.0 would crash in one of four cases (util/yank.c).
         scene.fails(Side::A, &vm, parallel);
         scene.start(side);
     }
@@ -60,15 +61,15 @@ fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
     assert!(tried.keys().any(|port| PORTS.contains(port)), "{tried:?}");
     scene.redirect(Side::A, "apply").expect(0);
 
-    // Without the target's rules, those of the source still lead to the tunnel.
+    // Without the target's rules, those of the source still redirect connections to the tunnel.
     scene.run(Side::B, "nft flush ruleset").expect(0);
     scene.moves(Side::A, &[&vm], "");
     scene.redirect(Side::B, "apply").expect(0);
     scene.moves(Side::B, &[&vm], "");
 }
 
-/// What the rules cannot prevent: without the rules of both hosts, the memory is in the clear.
-/// `show` reports each host.
+/// What Dunlin cannot prevent: if the rules of both hosts are removed, the memory is sent in the
+/// clear. On each host, `show` reports that the rules are missing.
 #[test]
 fn without_the_rules_of_both_hosts_the_memory_is_in_the_clear_and_show_reports_it() {
     if !soak() {

@@ -170,7 +170,7 @@ fn enable_writes_what_libvirt_needs_and_disable_removes_it() {
         "{}",
         read(files[2])
     );
-    // A second `enable` with another peer keeps the first.
+    // A second `enable` with another peer keeps the first peer.
     let before = read(files[0]);
     let third = "--peer 192.0.2.9=c.example";
     assert_eq!(enable(&scene, Side::A, third).code, 0);

@@ -1,5 +1,5 @@
-//! Two tunnels of which only one connects: with a firewall between their hosts, in network
-//! namespaces, and with no other certificate than that of their role.
+//! Two tunnels of which only one connects. Two tests have a firewall between the tunnels' hosts,
+//! which are network namespaces. In the third, each tunnel has a certificate for its own role only.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -101,7 +101,7 @@ impl Scene {
         command.arg("--control").arg(control(&self.hosts));
         let lines = finish(command).expect(0).lines();
         let tunnel = lines.into_iter().find(|line| line["name"] == name);
-        // A tunnel that was too slow to answer is missing.
+        // The status omits a tunnel that was too slow to answer.
         let peers = tunnel.and_then(|line| line["peers"].as_array().cloned());
         peers.unwrap_or_default()
     }

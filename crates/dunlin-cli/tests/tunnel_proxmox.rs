@@ -1,6 +1,6 @@
-//! QEMU, driven as Proxmox VE drives it with `migration: insecure`: the memory over one TCP
-//! connection to a port of 60000–60050 at the target's migration address, the disk over NBD to
-//! another port, and root connects. A redirect carries both through the tunnels.
+//! QEMU, driven as Proxmox VE drives it with `migration: insecure`. QEMU runs as root. It sends the
+//! memory over one TCP connection to a port of 60000–60050 at the target's migration address, and
+//! the disk over NBD to another of these ports. A redirect carries both through the tunnels.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

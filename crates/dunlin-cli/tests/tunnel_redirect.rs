@@ -215,7 +215,8 @@ fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() 
     assert_eq!(scene.in_the_clear(), 0);
 }
 
-/// As a relay, each connection has a TLS connection of its own to the peer's second port.
+/// In the mode *relay*, each redirected connection has its own TLS connection to the peer's second
+/// port.
 #[test]
 fn i6_a_relay_carries_redirected_connections_over_tls_of_their_own() {
     let Some(scene) = Scene::with(RELAY) else {

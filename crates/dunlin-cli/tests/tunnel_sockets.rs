@@ -236,8 +236,8 @@ fn a_reload_changes_the_mode_of_a_socket() {
     exchange(early.0, early.1);
 }
 
-/// As when a VM leaves this host for the second time: the first listener, and the hypervisor that
-/// waited for the VM's return, have left sockets at the path.
+/// Simulates a VM that leaves this host for the second time: the first listener, and the hypervisor
+/// that waited for the VM's return, have left sockets at the path.
 #[test]
 fn a_confined_tunnel_replaces_dead_sockets_beneath_its_control_directory() {
     let hosts = Hosts::new();

@@ -295,7 +295,8 @@ fn the_services_are_no_root_and_read_certificates_by_a_group() {
         ] {
             assert!(lines.iter().any(|one| one == line), "{service}: {line}");
         }
-        // The service manager would make the directory of all sockets inaccessible to others.
+        // With `RuntimeDirectory=`, the service manager would make the directory of all sockets
+        // inaccessible to other users.
         let is_runtime = |line: &String| line.starts_with("RuntimeDirectory");
         assert!(!lines.iter().any(is_runtime), "{service}");
     }

@@ -24,7 +24,7 @@ pub const TUNNEL_PORT: u16 = 18300;
 pub const REDIRECT_PORT: u16 = 18301;
 
 /// How long virsh may take to fail if a part is missing. It usually takes one second, most of which
-/// is the start of QEMU on the target, and more on a busy host.
+/// is the start of QEMU on the target. On a busy host it takes longer.
 pub const FAST: Duration = Duration::from_secs(5);
 
 /// Two hosts with libvirt, and the configurations of their tunnels.
@@ -177,8 +177,9 @@ impl Scene {
         self.pair.on(from).virsh_begin(&line).unwrap()
     }
 
-    /// Waits until the tunnel of a host has no connection of the toolstack, because it keeps those to
-    /// a lost peer for some seconds. Returns how many ended well so far, and how many failed.
+    /// Waits until no connection of the toolstack is left in the tunnel of a host: the tunnel keeps
+    /// connections to a lost peer for some seconds. Returns how many connections ended well so far,
+    /// and how many failed.
     pub fn carried(&self, side: Side) -> (u64, u64) {
         let deadline = Instant::now() + TIMEOUT;
         loop {
@@ -239,9 +240,9 @@ impl Scene {
         traffic.tried
     }
 
-    /// Begins a migration, and lets `end` end it when it has sent some memory. Expects that it
-    /// fails, that none of the memory was sent in the clear, and that the VM runs on. Returns how
-    /// long it took to fail.
+    /// Begins a migration, and calls `end`, which makes it fail, after some memory was sent.
+    /// Expects that the migration fails, that none of the memory was sent in the clear, and that
+    /// the VM runs on. Returns how long the migration took to fail after `end`.
     pub fn interrupted(&self, from: Side, vm: &Vm, flags: &str, end: impl FnOnce()) -> Duration {
         let wire = self.count(&[vm]);
         let running = self.begin(from, vm, flags);
@@ -290,7 +291,7 @@ impl Scene {
     }
 }
 
-/// Expects that no memory of a VM was in the clear, and no payload on the toolstack's ports.
+/// Expects that no memory of a VM was sent in the clear, and no payload on the toolstack's ports.
 pub fn assert_no_clear(traffic: &Traffic) {
     assert!(traffic.found.is_empty(), "{traffic:?}");
     let allowed = [TUNNEL_PORT, CONTROL_PORT];
@@ -302,7 +303,7 @@ pub fn assert_no_clear(traffic: &Traffic) {
     assert_eq!(traffic.others, 0, "{traffic:?}");
 }
 
-/// Expects that the VMs' memory was on the tunnel's port, and nothing in the clear.
+/// Expects that the VMs' memory was sent on the tunnel's port, and nothing in the clear.
 pub fn assert_tunnelled(traffic: &Traffic, vms: &[&Vm]) {
     assert_no_clear(traffic);
     // The guests' pages cannot be compressed.

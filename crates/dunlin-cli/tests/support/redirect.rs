@@ -191,8 +191,8 @@ pub fn listen_redirected(host: &Host, family: Family) -> TcpListener {
     listen_redirected_at(host, family, more)
 }
 
-/// Listens at one of the redirects' ports; `more` is the position of the host in `peers`, sorted as
-/// texts.
+/// Listens at one of the redirects' ports. `more` is the position of the other host's address in
+/// `peers`, sorted as text.
 pub fn listen_redirected_at(host: &Host, family: Family, more: u16) -> TcpListener {
     listen(host, (loopback(family), REDIRECT + more))
 }
