@@ -1,8 +1,8 @@
 //! Confinement: the privileges that a VM's process, a tunnel or `handoff accept` drops after its
 //! start.
 //!
-//! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
-//! access only to the files that the process needs, and few system calls. Only the thread that
+//! An attacker that takes over a confined process, from the guest or a peer, gains no privileges,
+//! few system calls, and access only to the files that the process needs. Only the thread that
 //! applies the confinement and the threads that it starts later are completely confined, so this
 //! must happen before the process starts a second thread. docs/decisions/0010-confinement.md gives
 //! the reasons. The parts, for a VM's process without IPsec lanes:
@@ -13,8 +13,8 @@
 //! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
 //! | [`calls`] | a list of system calls; no programs, new code, debugging, mounts, or new kinds of socket |
 //!
-//! A tunnel's routes may change while it runs, and with the routes the paths that the tunnel uses.
-//! A tunnel therefore keeps the capabilities for other users' sockets, for low ports and, if its
+//! A tunnel's routes may change while it runs, and so may the paths that the tunnel uses. A tunnel
+//! therefore keeps the capabilities for other users' sockets, for low ports and, if its
 //! configuration sets owners of sockets, for changing owners. It reads files and creates local
 //! sockets wherever file permissions allow, but writes, creates and executes no other files. It
 //! removes files only in the directory of control sockets and in those of the sockets that it had
@@ -334,8 +334,8 @@ impl Applied {
     }
 }
 
-/// Drops all capabilities except `kept`, and the ability to gain any; `left` is the text that
-/// describes `kept`.
+/// Drops all capabilities except `kept`, and prevents the process from gaining any. `left` is the
+/// text that describes `kept`.
 fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     privileges::gain_none()?;
     privileges::keep_capabilities(kept)?;

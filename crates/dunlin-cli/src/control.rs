@@ -216,7 +216,7 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
 const ANSWER_LINE_BYTES: u64 = 64 << 20;
 
 /// Connects to a control socket. A stopped process accepts nothing, and a plain connect would wait
-/// without a limit once its backlog is full.
+/// without a limit once the socket's backlog is full.
 fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
     let (_waker, stop) = waker()?;
     let stream = connect_unix(socket, Instant::now() + limit, &stop)?;

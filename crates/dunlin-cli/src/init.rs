@@ -26,7 +26,7 @@ pub(crate) struct Init {
     /// The hosts, by the DNS names or IP addresses at which they reach each other.
     #[arg(value_name = "HOST", num_args = 2.., required = true, value_parser = parse_host)]
     hosts: Vec<String>,
-    /// A new directory, for a directory per host and for the authority.
+    /// A new directory, which gets a subdirectory for each host and one for the authority.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Create only identities, for hosts of libvirt: `dunlin libvirt enable` writes the
@@ -151,7 +151,7 @@ impl Init {
         text
     }
 
-    /// The command that copies a host's files, and those to run on the host as root.
+    /// The command that copies a host's files, and the commands to run on the host as root.
     fn commands(&self, host: &str) -> (String, Vec<String>) {
         let directory = self.out.join(host);
         let copy = format!("scp -r {} root@{}:", directory.display(), bracketed(host));
@@ -208,7 +208,8 @@ impl Init {
     }
 }
 
-/// A host's name in the names of routes: its first label, if these differ; otherwise its whole name.
+/// The names of hosts in the names of routes: the first labels of the hosts, if these all differ,
+/// and otherwise the whole names.
 fn labels(hosts: &[String]) -> Result<Vec<String>> {
     let plain = |text: &str| text.replace(['.', ':'], "-");
     let first = |host: &String| match host.parse::<IpAddr>() {

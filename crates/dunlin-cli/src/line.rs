@@ -279,7 +279,7 @@ impl FailedLine {
     }
 }
 
-/// The failure as an error of this process, or as another process sent it.
+/// An error of this process, or a failure that another process sent.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {

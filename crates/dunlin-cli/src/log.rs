@@ -120,7 +120,7 @@ fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// The number of lines lost since the last written line because standard error stalled.
+/// The number of lines that were lost since the last written line, because standard error stalled.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
 struct Log {

@@ -43,8 +43,8 @@ pub(crate) fn put(line: &str) {
     let _ = out.flush();
 }
 
-/// Prints a line on standard output, unless no process reads it. `warning` makes a line of a text
-/// about lost lines.
+/// Prints a line on standard output, unless no process reads it. `warning` turns a text about lost
+/// lines into a line.
 pub(crate) fn offer(line: &str, warning: impl Fn(String) -> String) {
     if !is_writable(&stdout(), &LOST) {
         return;

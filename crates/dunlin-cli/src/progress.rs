@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use crate::text::clean;
 
-/// Time until the line appears, and between its updates. Most steps are shorter, and then nothing
+/// Time until the line appears, and between its updates. Most steps end sooner, so that no line
 /// flickers.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Whether the line is on the terminal now.
 static SHOWN: AtomicBool = AtomicBool::new(false);
 
-/// Shows what the command waits for, and for how long already, until it is dropped.
+/// Until it is dropped, shows what the command waits for and how long the wait has lasted.
 #[must_use]
 pub(crate) struct Waiting(Option<(Sender<()>, JoinHandle<()>)>);
 
@@ -37,7 +37,7 @@ impl Waiting {
                 write(&format!("\r\x1b[K\x1b[?7l{what} ({seconds} s)\x1b[?7h"));
             }
         };
-        // Without a thread there is no line, which changes nothing else.
+        // Without a thread no line is shown. Nothing else depends on the thread.
         let thread = Builder::new().name("progress".into()).spawn(show);
         Self(thread.ok().map(|thread| (end, thread)))
     }

@@ -17,8 +17,8 @@ const LANES: [usize; 5] = [1, 2, 4, 8, 16];
 /// Bytes that Cloud Hypervisor sends on a connection before it waits for the destination's answer
 /// (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
 const STOP_AND_WAIT_BYTES: f64 = (64 << 20) as f64;
-/// Duration of a transfer in seconds; less if the memory is too small for it. The duration is long
-/// enough to make the start-up of a connection's pacing negligible.
+/// Duration of a transfer in seconds. The transfer is shorter if it would need more than the memory
+/// of the bench. The start-up of a connection's pacing is negligible in this time.
 const SECONDS: u64 = 1;
 const PINGS: u32 = 200;
 
@@ -29,7 +29,7 @@ pub(crate) struct Connections {
     /// Rate at which the kernel paces each connection, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "100M")]
     rate: u64,
-    /// Round-trip time from which the stop-and-wait rate is computed, in milliseconds [default:
+    /// Round-trip time in milliseconds, from which the stop-and-wait rate is computed [default:
     /// measured over loopback].
     #[arg(long)]
     rtt_ms: Option<f64>,

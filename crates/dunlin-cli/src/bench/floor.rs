@@ -25,7 +25,7 @@ use super::rig::{Spent, Work, connection, in_step};
 
 /// Bytes per write in [`cached_copy`].
 const WRITE_BYTES: usize = 1 << 20;
-/// Records in the buffer of a thread that seals and opens.
+/// Number of records in the buffer of a thread that seals and opens.
 const RECORDS: usize = BATCH_BYTES / CONTENT_BYTES;
 
 /// Measures the minimum cost of a transfer of `bytes` from `source` to `target`.

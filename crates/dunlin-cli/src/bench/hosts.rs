@@ -222,7 +222,7 @@ fn admit(
             let control = Arc::new(stream);
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
-                // Ignore the error. Either a lane failed, and the error has been printed, or the
+                // Ignore the error. If a lane failed, its error has been printed. Otherwise the
                 // host that measures has disconnected or sends no more requests.
                 let _ = answer(&own, &ends);
             })?;

@@ -15,8 +15,8 @@ use clap::Subcommand;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Cost of securing a lane: plain and TLS lanes, relative to the floor, which is the minimum
-    /// cost, for each crypto library and 1, 2 and 4 lanes.
+    /// Cost of securing a lane, relative to the floor (the minimum cost): plain and TLS lanes, for
+    /// each crypto library and 1, 2 and 4 lanes.
     Lanes(lanes::Lanes),
     /// Throughput by number of lanes, when the network limits each connection.
     Connections(connections::Connections),

@@ -79,8 +79,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Sends the first `bytes` of source memory over `lanes` lanes, with TLS of `provider` or,
-    /// without one, plain. Each lane is limited to `rate` bytes per second. The lanes are open
+    /// Sends the first `bytes` of source memory over `lanes` lanes, with the TLS of `provider`, or
+    /// plain if there is none. Each lane is limited to `rate` bytes per second. The lanes are open
     /// before the measurement starts.
     pub(super) fn transfer(
         &self,

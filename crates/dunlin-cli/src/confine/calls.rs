@@ -387,7 +387,7 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
     if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
         with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
-        // The control socket gets mode 0600 before it gets its file.
+        // The control socket gets mode 0600 before the file of the socket exists.
         with.push((libc::SYS_fchmod, vec![rule(&[equals(1, owner_alone)])?]));
     }
     Ok(with)

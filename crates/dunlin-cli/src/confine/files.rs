@@ -18,8 +18,9 @@ use super::needs::Needs;
 use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
-/// The Landlock version of Linux 6.12. A VM's process uses all of its restrictions except that of
-/// TCP connections, and of those of later versions only `AccessFs::ResolveUnix`.
+/// The Landlock version of Linux 6.12. A VM's process uses all restrictions of this version except
+/// that of TCP connections. Of the restrictions that later versions added, it uses only
+/// `AccessFs::ResolveUnix`.
 const ALL: ABI = ABI::V6;
 
 /// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of
@@ -110,7 +111,7 @@ impl Rules {
     /// Rules for a process that uses files not known when it starts. It may read any file, and
     /// create local sockets at any path. It may not write, create or execute other files. It may
     /// remove files only in `sockets`, the directories of its sockets, and in `control`, the
-    /// directory of its control socket, where it may also create and remove directories.
+    /// directory of its control socket. In `control`, it may also create and remove directories.
     pub(super) fn changing_none(control: Option<&Path>, sockets: &[PathBuf]) -> Result<Self> {
         let left = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {

@@ -356,8 +356,8 @@ const ENTRIES: u32 = 200_000;
 /// Number of processes with the filter, and of processes without it.
 const ROUNDS: usize = 15;
 
-/// Measures what the filter of system calls adds to an entry into the guest: KVM_RUN, for a guest
-/// that leaves at once. Processes with and without the filter take turns.
+/// Measures how much time the filter of system calls adds to an entry into the guest, which is a
+/// call of KVM_RUN. The guest leaves at once. Processes with and without the filter take turns.
 ///
 /// `cargo test --release -p dunlin-cli -- --ignored --nocapture the_cost_of_the_filter`
 #[test]

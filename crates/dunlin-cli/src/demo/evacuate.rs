@@ -158,8 +158,9 @@ impl Demo {
         });
     }
 
-    /// Compares the memories of each guest that moved, and checks that it runs on. Returns whether
-    /// all memories are equal, and the number of pages that the guests have checked.
+    /// For each guest that moved, compares its memory at the source with its memory at the
+    /// destination, and checks that the guest runs on. Returns whether the memories of every guest
+    /// are equal, and the number of pages that the guests have checked.
     fn check(
         &self,
         moved: &BTreeMap<String, Box<MovedLine>>,
@@ -232,7 +233,7 @@ impl Demo {
     }
 }
 
-/// Whether a line of progress is due after the last one.
+/// Whether a line of progress is due; `last` is the time of the last one that was due.
 fn is_due(last: &Mutex<Option<Instant>>) -> bool {
     let mut last = lock(last);
     let due = last.is_none_or(|last| last.elapsed() >= PROGRESS_PAUSE);

@@ -135,8 +135,8 @@ fn same(check: &str, a: &str, b: &str) -> bool {
     }
 }
 
-/// What a difference in a check means for a migration between the hosts. `None` if it means
-/// nothing: each host has its own certificate.
+/// What a difference in a check means for a migration between the hosts. `None` for the
+/// certificates, which differ between any two hosts.
 fn means(check: &str) -> Option<&'static str> {
     Some(match check {
         "identity.certificate" => return None,

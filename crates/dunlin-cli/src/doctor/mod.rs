@@ -1,5 +1,5 @@
-//! `dunlin doctor`: what this host can do for migrations. It changes nothing on the host; the kernel
-//! may load modules for its probes.
+//! `dunlin doctor`: what this host can do for migrations. Its probes change nothing on the host,
+//! except that the kernel may load modules for them.
 //!
 //! ```text
 //!  tls, ipsec, nic, path, kvm, memory, toolstack, identity, peer ─▶ verdicts ─▶ report
@@ -45,8 +45,9 @@ pub(crate) struct Doctor {
     /// default port is that of the configuration's route to the peer, or 18300.
     #[arg(long = "peer", value_name = "HOST[:PORT]")]
     peers: Vec<String>,
-    /// Compare the socket buffers with a path of this rate in bytes per second and round-trip time,
-    /// such as 3G,20ms; or `measured`, for the path to the first peer that answers.
+    /// Compare the socket buffers with a path that has this rate (bytes per second) and this
+    /// round-trip time, such as 3G,20ms; or `measured`, for the path to the first peer that
+    /// answers.
     #[arg(long, value_name = "RATE,RTT")]
     path: Option<PathFlag>,
     /// Compare two hosts by the output of --json on each, and examine nothing.

@@ -14,7 +14,7 @@ const LOOPBACK: &str = "lo";
 #[derive(Clone, Debug, Default)]
 struct Device {
     name: String,
-    /// Whether the driver of a card provides the device, which is not so for bridges and bonds.
+    /// Whether the driver of a card provides the device: false for bridges and bonds.
     is_card: bool,
     /// The bridge or bond of which the device is a part.
     master: Option<String>,
@@ -48,7 +48,7 @@ pub(super) fn examine() -> Vec<Verdict> {
     ]
 }
 
-/// The devices in /sys: those of the network namespace in which it was mounted.
+/// The devices in /sys: those of the network namespace in which /sys was mounted.
 fn devices() -> Vec<Device> {
     let entries = fs::read_dir(DEVICES).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries

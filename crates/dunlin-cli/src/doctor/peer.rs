@@ -17,10 +17,11 @@ use crate::tunnel::{Config, PEER_PORT, Report, prober, unix};
 
 /// Bytes with which the path is measured.
 const MEASURED_BYTES: u64 = 64 << 20;
-/// From this difference on, the times in the logs of two hosts cannot be compared.
+/// From this difference between the clocks on, the times in the logs of two hosts cannot be
+/// compared.
 const SOME: Duration = Duration::from_secs(2);
-/// From this difference on, a new certificate of one host may be not yet valid on the other:
-/// certificates of `dunlin pki` begin an hour before they are issued.
+/// From this difference between the clocks on, a new certificate of one host may be not yet valid
+/// on the other, because certificates of `dunlin pki` begin an hour before they are issued.
 const MUCH: Duration = Duration::from_secs(60 * 60);
 const DAY_S: u64 = 24 * 60 * 60;
 

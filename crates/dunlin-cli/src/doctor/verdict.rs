@@ -97,7 +97,8 @@ impl State {
     }
 }
 
-/// The text of a file of /proc or /sys without the last line's end; `None` if it cannot be read.
+/// The text of a file of /proc or /sys without spaces and line breaks at its end; `None` if the
+/// file cannot be read.
 pub(super) fn setting(path: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     Some(text.trim_end().to_owned())

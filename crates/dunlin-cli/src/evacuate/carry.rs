@@ -59,7 +59,7 @@ impl Carry {
         let began = Instant::now();
         let mut before = Vec::new();
         let mut reason = String::new();
-        // A migration that was under way already keeps its settings.
+        // A migration that was already under way keeps its settings.
         if self.vm.bound.is_none() && !asked.is_cancelled.load(Ordering::SeqCst) {
             before = self.settings();
             reason = match self.migrate() {
@@ -107,8 +107,8 @@ impl Carry {
         self.source.ask(&words)
     }
 
-    /// Limits the downtime. Returns the commands that restore what this migration changes, because
-    /// libvirt keeps these settings.
+    /// Limits the downtime. Returns the commands that restore the settings which this migration
+    /// changes, because libvirt keeps them after a migration.
     fn settings(&self) -> Vec<Vec<String>> {
         let uuid = self.vm.uuid.as_str();
         let mut before = Vec::new();
@@ -129,8 +129,8 @@ impl Carry {
         before
     }
 
-    /// Runs `virsh migrate`. Returns libvirt's reason if it fails, and an empty text otherwise. With
-    /// `--p2p` the source's libvirt continues if virsh or this process ends.
+    /// Runs `virsh migrate`. Returns libvirt's reason if it fails, and an empty text otherwise.
+    /// With `--p2p`, the source's libvirt continues if virsh or this process ends.
     fn migrate(&self) -> Result<String> {
         let mut words = vec!["migrate", "--live", "--p2p"];
         let rate = self.rate.map(|rate| rate.to_string());

@@ -29,10 +29,10 @@ use crate::libvirt::leads_to_a_tunnel;
 use crate::progress::Waiting;
 use crate::text::{clean, count};
 
-/// The highest rate that virsh takes, in MiB/s, and libvirt's default.
+/// The highest rate that virsh takes, in MiB/s. It is libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
 
-/// If a request is repeated, only the refusal with this number is shown.
+/// Refusals of a repeated request are shown once, at this number of refusals.
 const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main one.
@@ -99,7 +99,8 @@ impl Evacuate {
         Ok(code)
     }
 
-    /// Asks the hosts, plans, and shows the plan. Returns it, and the VMs that are not a part of it.
+    /// Asks the hosts, plans the moves, and shows the plan. Returns the plan, and the VMs that are
+    /// not a part of it.
     fn prepare(
         &self,
         source: &Virsh,
@@ -337,7 +338,8 @@ impl<'a> Moves<'a> {
         if one.vm.bound.is_none() {
             entry.duration_s = Some(ended.took.as_secs_f64());
         }
-        // libvirt has no figures of some migrations, such as those with post-copy, when they have ended.
+        // After the end of some migrations, such as those with post-copy, libvirt has no figures of
+        // them.
         let entry = entry.with(ended.job.as_ref().or(self.jobs[vm].as_ref()));
         show.ended(Some(vm), &entry);
         self.keep(entry, show);

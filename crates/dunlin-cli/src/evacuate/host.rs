@@ -27,8 +27,8 @@ pub(super) struct Seen {
     pub(super) job: Option<Job>,
 }
 
-/// Memory that further VMs may use: the smaller of what is unused and what is not promised to the
-/// VMs there.
+/// Memory that further VMs may use: the smaller one of the host's unused memory and its memory that
+/// is not promised to the VMs there.
 pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     let stats = fields(&virsh.ask(&["nodememstats"])?);
     let of = |name: &str| stats.get(name).and_then(|text| kib(text));

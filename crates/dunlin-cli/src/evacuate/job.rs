@@ -30,7 +30,8 @@ impl Job {
             match key.trim() {
                 "Job type" => kind = Some(value.trim()),
                 key => {
-                    // The first one counts: a later one may be a part of an error's text.
+                    // The first field of this name counts: a later line may be a part of an error's
+                    // text.
                     let value = value.trim().to_owned();
                     job.fields.entry(key.to_owned()).or_insert(value);
                 }

@@ -12,7 +12,7 @@ pub(super) struct Vm {
     pub(super) name: String,
     /// The bytes of memory that the VM may use.
     pub(super) memory: u64,
-    /// How busy the VM is; only compared with the same value of other VMs.
+    /// How busy the VM is. The value is used only to compare VMs.
     pub(super) busy: u64,
     /// The VM was paused before anything moved, and arrives paused.
     pub(super) is_paused: bool,

@@ -1,5 +1,5 @@
 //! The state file of an evacuation: what has moved, and what was moving when the command ended. A
-//! later run continues and reports with it.
+//! later run reads the file, to continue and for its report.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::ErrorKind;
@@ -62,7 +62,7 @@ impl Record {
         let directory = state.directory()?.join("evacuate");
         let path = directory.join(format!("{}.json", file_name(from)));
         let what = || format!("cannot write {}", path.display());
-        // The mode that journals require of the directory above.
+        // The mode that journals require of the parent directory.
         let mut builder = DirBuilder::new();
         let made = builder.recursive(true).mode(0o700).create(&directory);
         made.with_context(what)?;
@@ -115,7 +115,7 @@ fn read(path: &Path) -> Result<Vec<Entry>> {
     parsed.with_context(|| format!("{} is damaged: delete it", path.display()))
 }
 
-/// A file's name for a URI, different for each.
+/// The name of the file for a URI. Different URIs have different names.
 fn file_name(uri: &str) -> String {
     let part = |byte: u8| match byte {
         b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' => char::from(byte).to_string(),

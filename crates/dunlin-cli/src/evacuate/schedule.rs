@@ -7,8 +7,8 @@
 //!                    post-copy ──────────────────▶ ended
 //! ```
 //!
-//! A VM in switchover leaves its place to the next one, because the link has little left to carry.
-//! One in post-copy does not: its guest waits for pages.
+//! A VM in switchover frees its place for the next VM, because the link has little left to carry. A
+//! VM in post-copy keeps its place, because its guest waits for pages.
 
 use std::time::Duration;
 
@@ -158,7 +158,8 @@ impl Schedule {
         actions
     }
 
-    /// Requests for VMs that copy and should not any longer.
+    /// The requests for copying VMs that have exceeded the time limit, or for all copying VMs after
+    /// an interrupt.
     fn requests(&mut self, now: Duration) -> Vec<Action> {
         let (rules, is_interrupted) = (self.rules, self.is_interrupted);
         let mut actions = Vec::new();

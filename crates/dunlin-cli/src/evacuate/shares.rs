@@ -71,7 +71,8 @@ mod tests {
 
     #[test]
     fn what_a_narrow_destination_leaves_the_others_get() {
-        // Two VMs share 40 at destination 0; destination 1 takes what is left of 100, at most 40.
+        // Two VMs share the 40 of destination 0. The other VMs share the rest of the 100, and each
+        // gets at most 40.
         let shares = of(&[0, 0, 1, 2], Some(100), Some(40));
         assert_eq!(shares, [Some(20), Some(20), Some(30), Some(30)]);
         assert_eq!(

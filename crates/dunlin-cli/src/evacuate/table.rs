@@ -5,7 +5,8 @@ pub(super) fn mib(bytes: u64) -> String {
     format!("{} MiB", bytes.div_ceil(1 << 20))
 }
 
-/// Rows with aligned columns, the first row being the heading. Texts must be clean already.
+/// Rows with aligned columns; the first row is the heading. The texts must already be safe for a
+/// terminal.
 pub(super) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {

@@ -5,7 +5,7 @@
 pub(super) enum Where {
     /// The host does not have it.
     Absent,
-    /// The VM does not run, but the host has its definition. Has libvirt's reason.
+    /// The VM does not run, but the host has its definition. The value is libvirt's reason.
     Off(String),
     Running,
     /// libvirt's reason.

@@ -140,7 +140,7 @@ impl Virsh {
 
 /// The line after the output of each command of a batch. It cannot be a line of virsh: a line that
 /// contains a domain's name begins with other words, and a name has no line breaks. `--quiet` is
-/// not used, because virsh would then print it without a line break.
+/// not used, because virsh would then print this line without a line break.
 const END: &str = "dunlin-end-of-output";
 
 /// Starts a program with bounded outputs and no signal blocked.
@@ -195,7 +195,8 @@ mod tests {
         spawn(command).unwrap()
     }
 
-    /// No test can make virsh hang, print without end, or fail without a reason, so a shell does.
+    /// No test can make virsh hang, print without end, or fail without a reason, so a shell takes
+    /// the place of virsh.
     #[test]
     fn i7_a_program_is_bounded_in_time_and_in_output() {
         let soon = Instant::now() + Duration::from_millis(200);

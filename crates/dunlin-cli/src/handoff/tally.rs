@@ -9,8 +9,8 @@ use dunlin_lane::sync::lock;
 use crate::line::{HandoffLine, Line};
 use crate::published::expiry;
 
-/// Counts the clients of this process. All keys of its maps are server names of the flags or fault
-/// codes, so clients cannot add keys without limit.
+/// Counts the clients of this process. All keys of its maps are fault codes, or server names from
+/// the flags, so clients cannot add keys without limit.
 #[derive(Debug, Default)]
 pub(super) struct Tally(Mutex<HandoffLine>);
 
@@ -32,7 +32,7 @@ impl Tally {
         *count += 1;
     }
 
-    /// Replaces the items that expire, after the identity was loaded.
+    /// Replaces the dates on which the items of the identity expire, after the identity was loaded.
     pub(super) fn loaded(&self, dates: &[Dated]) {
         lock(&self.0).certificates = expiry(dates);
     }

@@ -47,8 +47,8 @@ pub(crate) fn event_text(event: &Event) -> String {
 pub(super) fn with_advice(error: IpsecError) -> Error {
     let text = error.to_string();
     match &error {
-        // `FeatureMissing` means per-CPU SAs here, because `up` needs no other feature that the
-        // peer's kernel may lack.
+        // Here, `FeatureMissing` means a lack of per-CPU SAs, because `up` needs no other feature
+        // that the peer's kernel may lack.
         IpsecError::NoPerCpu
         | IpsecError::EndedByPeer {
             fault: FaultCode::FeatureMissing,

@@ -461,8 +461,9 @@ impl Held {
         Ok(held)
     }
 
-    /// Serves the status socket of this process until the result is dropped. With the identity of a
-    /// process that accepts peers, the status has the items that expire.
+    /// Serves the status socket of this process until the result is dropped. If `identity` is
+    /// given, as by a process that accepts peers, the status contains the dates on which its items
+    /// expire.
     fn publish(
         self: &Arc<Self>,
         control: &ControlPath,

@@ -79,8 +79,8 @@ impl QemuConf {
     }
 }
 
-/// The settings `key = value` and `key = "value"`; of several lines with a key, the last one. Lines
-/// in other forms, such as lists, set none of the keys that this module reads.
+/// The settings `key = value` and `key = "value"`. If several lines have the same key, the last one
+/// counts. Lines in other forms, such as lists, set none of the keys that this module reads.
 fn settings(text: &str) -> BTreeMap<&str, String> {
     let mut settings = BTreeMap::new();
     for line in text.lines() {

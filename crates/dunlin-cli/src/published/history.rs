@@ -23,8 +23,8 @@ const HISTORY: &str = "history";
 /// Maximum number of entries. Older ones are removed.
 pub(crate) const MAX_ENTRIES: usize = 100;
 
-/// Maximum length of an entry: five texts of [`MAX_TEXT`] bytes, of which each byte takes up to six
-/// in JSON, and the numbers.
+/// Maximum length of an entry: the numbers, and five texts of [`MAX_TEXT`] bytes. JSON takes up to
+/// six bytes for a byte of a text.
 const ENTRY_LIMIT_BYTES: u64 = 16 << 10;
 
 /// Maximum length of a name or of the text of an error in an entry.
@@ -109,7 +109,7 @@ impl Finished {
     }
 }
 
-/// At most the first [`MAX_TEXT`] bytes of a text, without a part of a character.
+/// At most the first [`MAX_TEXT`] bytes of a text, cut between two characters.
 fn shortened(text: &str) -> String {
     let end = text.floor_char_boundary(MAX_TEXT);
     text[..end].to_owned()
@@ -138,7 +138,7 @@ pub(crate) fn add(directory: Option<&Path>, finished: Finished) {
 
 fn write(directory: &Path, finished: &Finished) -> io::Result<()> {
     let mut entries = entries(directory)?;
-    // The names sort by time. Entries of one millisecond differ by their process.
+    // The names sort by time. Entries of the same millisecond differ in the process ID.
     let name = format!("{:015}-{}.json", finished.ended_ms, std::process::id());
     let mut options = OpenOptions::new();
     let mut file = options

@@ -42,8 +42,9 @@ struct Bound {
 }
 
 impl StatusSocket {
-    /// Binds the status socket of this process; `kind` is `vm`, `tunnel` or `ipsec`. If that fails,
-    /// which is logged, or if the control path names one socket, the process has no status socket.
+    /// Binds the status socket of this process; `kind` is `vm`, `tunnel` or `ipsec`. The process
+    /// has no status socket if that fails, which is logged, or if the control path names one
+    /// socket.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);
@@ -87,8 +88,8 @@ impl Bound {
         remove_dead(directory)?;
         let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
         let listener = UnixListener::bind(&path)?;
-        // The group gets the rights that it has to the directory. In a directory with the
-        // set-group-ID bit, that is the directory's group.
+        // The socket's group gets the rights that the directory's group has to the directory. If
+        // the directory has the set-group-ID bit, they are the same group.
         let by_group = fs::metadata(directory)?.mode() & 0o060;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600 | by_group))?;
         Ok(Self { listener, path })
@@ -117,7 +118,7 @@ fn remove_dead(directory: &Path) -> Result<()> {
 /// Reads the status behind a status socket; `None` if its process has died.
 ///
 /// # Errors
-/// The status is not complete within `limit`, or too long.
+/// The status is too long, or is not complete within `limit`.
 pub(crate) fn read(socket: &Path, limit: Duration) -> Result<Option<String>> {
     use std::io::ErrorKind::{ConnectionRefused, NotFound, WouldBlock};
     let deadline = Instant::now() + limit;

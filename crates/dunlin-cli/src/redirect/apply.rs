@@ -45,7 +45,7 @@ pub(crate) struct Apply {
 
 #[derive(Debug, Args)]
 pub(crate) struct Remove {
-    /// Remove the rules although redirected connections are under way, which this cuts.
+    /// Remove the rules although redirected connections are under way, and cut these connections.
     #[arg(long)]
     force: bool,
     /// Print one JSON object.
@@ -131,7 +131,7 @@ impl Apply {
     }
 
     /// If `apply` fails while no rules are in force, as after a boot, installs the rules of the
-    /// last successful `apply`: without rules, the toolstack's connections would leave in the
+    /// last successful `apply`. Without rules, the toolstack's connections would leave in the
     /// clear.
     fn restore(&self, error: Error) -> Error {
         let restored = || -> Result<bool> {

@@ -39,8 +39,8 @@ pub(super) fn redirected(
 /// connection to an ssh server from an ephemeral port that is in the range by chance.
 pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
     let first = first_ephemeral();
-    // At any port, because the tunnel may have accepted the connections at ports of an earlier
-    // configuration.
+    // Listeners at any port count, because the tunnel may have accepted the connections at ports of
+    // an earlier configuration.
     let redirected = redirected(all, None);
     let concerns = |one: &TcpConnection| {
         redirects.iter().any(|to| {

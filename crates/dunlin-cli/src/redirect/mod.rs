@@ -58,7 +58,7 @@ pub(crate) enum Rules {
     /// The rules in force are not those of the configuration; the text says what differs, and the
     /// remedy.
     Different(String),
-    /// There is a table without a redirect in the configuration.
+    /// There is a table, but the configuration has no redirect.
     Unexpected,
     /// There is no table, and the configuration has no redirect.
     None,

@@ -31,7 +31,7 @@ impl fmt::Display for Unresolved {
 
 impl std::error::Error for Unresolved {}
 
-/// Looks up the addresses of all peers. `port` is the first one of the tunnel's listeners.
+/// Looks up the addresses of all peers. `port` is the first port of the tunnel's listeners.
 pub(super) fn addressed(redirects: Vec<Redirect>, port: u16) -> Result<Vec<Addressed>> {
     let listeners = Listeners::new(&redirects, port);
     let of = |redirect| Addressed::of(redirect, &listeners);

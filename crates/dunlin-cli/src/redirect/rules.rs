@@ -10,8 +10,9 @@
 //!
 //! The rules for a redirect's ports match only SYNs, because other hosts may use these ports as
 //! ephemeral ports: replies to them pass, and so do established connections. The rules that
-//! redirect match only SYNs too: a NAT chain sees only the first packet of a connection, but of a
-//! connection older than the rules, this can be any packet (`nf_conntrack_tcp_loose`).
+//! redirect match only SYNs too. A NAT chain sees the first packet that the kernel tracks of a
+//! connection. If the connection is older than the rules, this can be any packet
+//! (`nf_conntrack_tcp_loose`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -171,8 +172,8 @@ const SYN: &str = "tcp flags & (syn | ack) == syn";
 /// minutes.
 const RESET: &str = "reject with tcp reset";
 
-/// Rules for connections to the peers, one for each address family. If the port `at` is given, only
-/// for the peers with the listener at this port.
+/// Rules for connections to the peers, one for each address family. If `at` is given, the rules
+/// cover only the peers for which this host's tunnel listens at that port.
 fn to_peers(to: &Addressed, users: &str, verdict: &str, what: &str, at: Option<u16>) -> String {
     let Redirect { name, ports, .. } = &to.redirect;
     let mut text = String::new();

@@ -81,7 +81,8 @@ impl Watch {
         self.log.start(Some(Format::Text));
         let mut last = String::new();
         loop {
-            // Look names up before the comparison, so that the result is fresh when it is written.
+            // Look names up before the comparison, so that the comparison's result is fresh when it
+            // is written.
             let wanted = wanted(&self.source);
             let state = state(&self.run, &wanted)?;
             self.run.write_state(&state)?;

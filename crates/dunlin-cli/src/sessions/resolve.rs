@@ -2,10 +2,10 @@
 //!
 //! A session is in doubt if its source has sent *commit* and has no answer as to whether the
 //! destination runs the VM; a destination is never in doubt. With an identity, the command queries
-//! the destination once more, and an answer settles the session, unless it is that the VM ran there
-//! and died. Otherwise the operator decides. The process that has the paused copy, if alive,
-//! records the decision and carries it out. If that process has died, the copy is lost too, and
-//! only the record remains to be settled.
+//! the destination once more, and any answer settles the session, except that the VM ran there and
+//! died. Otherwise the operator decides. The process that has the paused copy, if alive, records
+//! the decision and carries it out. If that process has died, the copy is lost too, and only the
+//! record remains to be settled.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};

@@ -96,7 +96,7 @@ impl Model {
             Some(at) => self.at = at,
             None => {
                 if let (true, Some(what)) = (self.details, before) {
-                    // The result of an action stays, because it says more.
+                    // The result of an action stays, because it says more than this notice.
                     self.notice
                         .get_or_insert_with(|| format!("{what} has ended or moved"));
                 }

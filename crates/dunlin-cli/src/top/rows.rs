@@ -31,7 +31,7 @@ pub(super) enum Attention {
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     /// Identifies the row in all snapshots. Rows that need the same attention and are equally
-    /// active are sorted by it.
+    /// active are sorted by this key.
     pub(super) key: String,
     pub(super) what: String,
     pub(super) state: String,

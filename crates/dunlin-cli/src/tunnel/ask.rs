@@ -170,7 +170,7 @@ impl Set {
     }
 }
 
-/// Limits the rate of a route or to a peer of the tunnel behind a control socket.
+/// Limits the rate on a route, or to a peer, of the tunnel behind a control socket.
 pub(crate) fn set_rate(
     socket: &Path,
     route: Option<String>,

@@ -84,8 +84,9 @@ impl Request {
 /// Drawback: a status request takes a quarter of a second, and its rates do not cover the time
 /// before it.
 /// Alternative: rates since the previous request need no wait, but two clients would reset each
-/// other's period; a thread that always measures would wake up without need. Clients that want
-/// other periods compute them from the totals.
+/// other's period.
+/// Alternative: a thread that always measures would wake up without need. Clients that want other
+/// periods compute them from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
 /// Serves a tunnel's control socket until the tunnel ends.

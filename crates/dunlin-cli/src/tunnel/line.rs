@@ -139,7 +139,8 @@ pub(crate) struct PeerLine {
     /// Why the peer gets no new channel, if it gets none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) refused: Option<String>,
-    /// The address and the reason if the last lane of a direction could not be opened.
+    /// The address and the reason, if the most recent attempt to open a lane in one of the
+    /// directions failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) trouble: Option<String>,
 }

@@ -78,8 +78,8 @@ fn ip_of(listen: &Port) -> IpAddr {
     }
 }
 
-/// The listener of each address, and the identities that may answer there. Several names may lead
-/// to one address; the first one determines the listener, as in the rules.
+/// The listener of each address, and the identities that may answer there. If several names lead to
+/// one address, the first name determines the listener, as in the rules.
 fn peers_by_address(
     redirect: &Redirect,
     listeners: &Listeners,

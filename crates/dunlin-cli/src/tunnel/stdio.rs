@@ -62,7 +62,8 @@ impl Stdio {
         let took = io::copy(&mut from, &mut output);
         drop(output);
         let took = match took {
-            // The tunnel closed the channel. `client` receives the channel's result from it.
+            // The tunnel closed the channel. `client` receives the channel's result from the
+            // tunnel.
             Err(error) if is_channels(&error, &channel) => Ok(()),
             took => took.map(|_| ()),
         };

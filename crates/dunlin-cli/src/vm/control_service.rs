@@ -66,7 +66,7 @@ struct Now {
     holds: Holds,
     phase: Phase,
     ending: Ending,
-    /// Number of the attempt of a source, from 1, that is under way or awaited.
+    /// Number of the source's attempt that is under way or awaited, counted from 1.
     attempt: u64,
     cancel: Cancel,
 }
@@ -175,8 +175,9 @@ impl ControlService {
         socket.serve(self)
     }
 
-    /// At the first signal, ends this process cleanly, or only warns if it keeps a VM in doubt; at
-    /// the second, ends it immediately. `services` are those of all VMs of this process.
+    /// At the first signal, ends this process cleanly, or only warns if the process keeps a VM in
+    /// doubt. At the second signal, ends the process immediately. `services` are those of all VMs
+    /// of this process.
     pub(crate) fn watch(services: Vec<Arc<Self>>, signals: EndSignals) -> Result<()> {
         start("signals", move || {
             while let Ok(signal) = signals.wait() {
@@ -314,8 +315,8 @@ impl ControlService {
         start("vm-watch", move || {
             let hour = Duration::from_secs(3600);
             while !watched.vm().wait_until_ended(hour).has_ended() {}
-            // The loop below checks the VM and waits with this lock held, so it does not miss this
-            // notification.
+            // The loop below checks the VM and begins to wait without releasing this lock in
+            // between, so it does not miss this notification.
             let _state = lock(&service.state);
             service.changed.notify_all();
         })?;

@@ -138,7 +138,7 @@ fn code(ended: Ended) -> i32 {
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
-/// second one stops waiting. With `timeline`, writes the timeline to that file.
+/// second signal ends the wait. With `timeline`, writes the timeline to that file.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,

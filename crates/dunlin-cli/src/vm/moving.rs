@@ -17,7 +17,7 @@ use crate::line::{Line, MigrationLine};
 /// because a stopped follower must not stop the migration.
 const FOLLOWER_LINES: usize = 1024;
 
-/// Number of the newest iterations, which the status keeps.
+/// How many of the newest iterations the status keeps.
 const SHOWN_ITERATIONS: usize = 32;
 
 /// Phase of a migration, on either side, in which it can no longer be cancelled.

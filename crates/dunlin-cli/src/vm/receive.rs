@@ -181,7 +181,8 @@ impl Receive {
     }
 }
 
-/// The kind in the name of the status socket of the VM with this number in the process.
+/// The kind in the name of a VM's status socket, KIND-PID.sock. `number` is the number of the VM in
+/// this process.
 fn kind(number: u16) -> String {
     match number {
         1 => "vm".into(),
@@ -566,7 +567,8 @@ impl Builder for VmBuilder<'_> {
     }
 
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // Remove the socket of a failed attempt first, because it may have the same path.
+        // Remove the socket of a failed attempt first, because the new socket may have the same
+        // path.
         self.socket = None;
         let socket = self
             .control

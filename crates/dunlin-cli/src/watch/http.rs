@@ -140,9 +140,9 @@ fn parse(bytes: &[u8], local: IpAddr, names: &[String]) -> Result<Option<Request
     Ok(Some(Request { path, head }))
 }
 
-/// Whether the header `Host` of a request names this process. A page of another site
-/// can make its own name resolve to this host (DNS rebinding), and could then read the answers like
-/// its own files. It cannot do that with an address, or with a name of this host.
+/// Whether the header `Host` of a request names this process. A page of another site can make its
+/// own name resolve to this host (DNS rebinding), and could then read the answers like its own
+/// files. The page cannot do that with an address, or with a name of this host.
 fn is_own_name(host: &str, local: IpAddr, names: &[String]) -> bool {
     let has_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     let name = match host.rsplit_once(':') {

@@ -334,7 +334,8 @@ const METRICS: &[Metric] = metrics! {
 };
 
 /// The items of all identities by their labels, with the time at which each expires. If several
-/// processes have the same labels, the earliest time counts: the others have loaded a newer file.
+/// processes have the same labels, the earliest time counts: processes with a later time have
+/// loaded a newer file.
 fn expiries(snapshot: &Snapshot) -> BTreeMap<[String; 5], u64> {
     let tunnels = snapshot.tunnels.iter();
     let tunnels = tunnels.map(|one| ("tunnel", &one.name, &one.certificates));

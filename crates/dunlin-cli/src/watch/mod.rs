@@ -3,8 +3,8 @@
 //!
 //! A [`Snapshot`] is what the journals and the control sockets say at one time, or what the status
 //! sockets ([`crate::published`]) say. [`rates::Rates`] are the bytes per second between two
-//! snapshots. `source` makes a sample of both: JSON, which the script of `page` shows, and
-//! `metrics`, which include the `totals` of ended migrations. `serve` serves these over `http`.
+//! snapshots. `source` samples both as JSON, which the script of `page` shows, and as `metrics`,
+//! which include the `totals` of ended migrations. `serve` serves the samples over `http`.
 
 mod http;
 mod metrics;

@@ -30,8 +30,8 @@ type Value = (u64, f64);
 pub(crate) struct Rates(HashMap<Counter, f64>);
 
 impl Rates {
-    /// The rates from `before` to `now`. A counter has no rate if it is new, has a lower value than
-    /// before, or if its clock did not advance.
+    /// The rates from `before` to `now`. A counter has no rate if it is new, if its value is lower
+    /// than before, or if its clock did not advance.
     pub(crate) fn between(before: &Snapshot, now: &Snapshot) -> Self {
         let earlier = counters(before, 0.0);
         let seconds = now.at.saturating_duration_since(before.at).as_secs_f64();

@@ -105,7 +105,7 @@ impl SessionLine {
 pub(crate) struct Held {
     /// `vm` or `ipsec`.
     pub(crate) kind: String,
-    /// The name of the VM, which is empty before it arrives; or the name of the process.
+    /// The name of the process, or of its VM; empty before the VM arrives.
     pub(crate) name: String,
     pub(crate) certificates: Vec<CertificateLine>,
 }

@@ -39,7 +39,7 @@ fn one_vm_moves_and_the_next_starts_when_it_reaches_switchover() {
     assert_eq!(schedule.handle(seconds(2), switchover), [Start(1, None)]);
     assert!(schedule.handle(seconds(3), switchover).is_empty());
     assert!(schedule.handle(seconds(3), ended(0)).is_empty());
-    // A VM that was never seen in switchover leaves its place when it ends.
+    // A VM that was never seen in switchover frees its place when it ends.
     assert_eq!(schedule.handle(seconds(4), ended(1)), [Start(2, None)]);
     assert!(!schedule.is_over());
     assert!(schedule.handle(seconds(5), ended(2)).is_empty());

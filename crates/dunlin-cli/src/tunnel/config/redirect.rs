@@ -194,9 +194,9 @@ pub(super) struct Others<'a> {
     pub(super) relays: &'a [RelayExit],
 }
 
-/// Reports redirects with overlapping ports, and ports of the tunnel within a redirect. With the
-/// latter, the redirect's rules would reject the tunnel's peers, or lead the tunnel's own
-/// connections back to it.
+/// Reports redirects with overlapping ports, and ports of the tunnel within a redirect. If a port
+/// of the tunnel were within a redirect, the redirect's rules would reject the tunnel's peers, or
+/// lead the tunnel's own connections back to the tunnel.
 fn check_together(
     redirects: &[Redirect],
     tables: &BTreeMap<String, Spanned<RedirectTable>>,
