@@ -135,6 +135,6 @@ impl fmt::Display for Event {
     }
 }
 
-/// Receives each event, on the thread that reports it. `Arc::new` makes an observer of a closure
-/// that takes a `&Event`.
+/// Receives each event, on the thread that reports it. `Arc::new` turns a closure that takes a
+/// `&Event` into an observer.
 pub type Observer = Arc<dyn dunlin_proto::observe::Observer<Event>>;

@@ -81,7 +81,7 @@ impl Link {
 
     /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
     /// marks the last one. The kernel answers during the send, and continues a list during a
-    /// receive, so an answer that a receive does not find never arrives.
+    /// receive, so if a receive finds no answer, none will arrive later.
     ///
     /// # Errors
     /// Any [`Failure`].
@@ -300,7 +300,7 @@ mod tests {
         let changed = message(DONE, NLM_F_MULTIPART | NLM_F_DUMP_INTR, &[0; 4]);
         let error = read(&[&two[..], &changed].concat(), false).unwrap_err();
         assert!(matches!(error, Failure::Changed), "{error:?}");
-        // The answer to another request that was abandoned.
+        // An answer to an earlier, abandoned request is skipped.
         let mut other = done;
         other[8] = 6;
         assert_eq!(read(&other, false).unwrap(), (vec![], false));

@@ -35,7 +35,8 @@ pub struct Options {
     /// How long an ended session waits for the connections on its ports to end. If some remain
     /// after that time, the ports stay blocked until a later process frees them.
     pub quiet_wait: Duration,
-    /// For a server: peers that may connect only from these addresses.
+    /// For a server: the peers that may connect only from certain addresses, each with its
+    /// addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
     /// Called before each step of a plan, on the thread that performs the step.
     pub before_change: Option<Hook>,

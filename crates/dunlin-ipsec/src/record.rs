@@ -13,12 +13,12 @@
 //! ended
 //! ```
 //!
-//! A `+` line is synced before the kernel installs the object; a `-` line is written when the
+//! A `+` line is synced before the kernel installs the object. A `-` line is written when the
 //! object is removed or could not be installed. `heir` means that the session's policies replaced
-//! those of an earlier session that had protected the ports; `ended` means that the owner requested
-//! the end of the session; `about` describes the owner ([`Owner`]). Only the last line can be
+//! those of an earlier session that had protected the ports. `ended` means that the owner requested
+//! the end of the session. `about` describes the owner ([`Owner`]). Only the last line can be
 //! truncated, and then nothing was installed for it. A record of an earlier boot is void, because
-//! the kernel's tables are gone; a record of another network namespace is left to a process in that
+//! the kernel's tables are gone. A record of another network namespace is left to a process in that
 //! namespace. The file is locked until its process ends or gives the session up.
 //!
 //! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
@@ -318,7 +318,7 @@ impl Record {
         gone.iter().try_for_each(|object| self.gone(object))
     }
 
-    /// Removes the file. Call it only if none of its objects is installed.
+    /// Removes the file. The caller must ensure that none of the record's objects is installed.
     pub(super) fn forget(self) -> Result<(), IpsecError> {
         fs::remove_file(&self.path).map_err(io_error("removed", &self.path))
     }

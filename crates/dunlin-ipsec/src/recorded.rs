@@ -23,8 +23,8 @@ pub struct Recorded {
     pub is_kept: bool,
     /// The owner; `None` if the record does not name it.
     pub owner: Option<Owner>,
-    /// Whether a process runs the session and the packets that this host sends on the ports use
-    /// the session's SAs.
+    /// Whether a process runs the session, and the session's SAs seal the packets that this host
+    /// sends on the ports.
     pub protects: bool,
     /// The session's SAs with the kernel's counters.
     pub associations: Vec<AssociationStatus>,

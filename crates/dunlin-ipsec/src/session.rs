@@ -52,7 +52,7 @@ pub struct Status {
 
 impl Session {
     /// Starts a session on its own threads. It uses the tables of the calling thread's network
-    /// namespace. The returned channel reports once that the traffic in both directions is
+    /// namespace. The returned channel receives one message, when the traffic in both directions is
     /// protected.
     pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
         let (commands, received) = mpsc::channel();
@@ -111,8 +111,8 @@ impl Session {
     }
 
     /// Returns whether the session protects a connection between these addresses, as this host sees
-    /// them; `None` if the two sides have not agreed on the terms yet, or if the session covers the
-    /// connection but is not up yet.
+    /// them. Returns `None` if the two sides have not agreed on the terms yet, or if the session
+    /// covers the connection but is not up yet.
     pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
         let shared = lock(&self.shared);
         let parameters = shared.parameters?;
@@ -139,11 +139,11 @@ impl Session {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the session has ended and its SAs are removed. Its ports may stay blocked
-    /// ([`Event::Left`]).
+    /// Waits until the session has ended and its SAs are removed. The ports of the session may stay
+    /// blocked ([`Event::Left`]).
     ///
     /// # Errors
-    /// The reason why it ended, unless it was ended on this side.
+    /// The reason why the session ended, unless this side ended it.
     pub fn wait(mut self) -> Result<(), IpsecError> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
@@ -170,7 +170,8 @@ impl Drop for Session {
 
 /// Removes the policies and SAs that dead processes left in this network namespace. Policies that
 /// block previously protected ports stay until a new session takes the ports over, unless the owner
-/// had requested the end. The observer is notified of policies and SAs that cannot be removed.
+/// had requested the end of the session. The observer is notified of policies and SAs that cannot
+/// be removed.
 ///
 /// # Errors
 /// The directory of records cannot be read, or the kernel's tables cannot be opened.

@@ -81,8 +81,9 @@ impl Tables {
         }
     }
 
-    /// Checks that no other policy covers packets of the policies that `steps` add, except the
-    /// inherited policies and the policies of other sessions that `only_crosses` allows.
+    /// Checks that no packet matches both a policy that `steps` add and an installed policy.
+    /// Exceptions are the inherited policies, and the policies of other sessions that
+    /// `only_crosses` allows.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let mut installed = self.policies()?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
@@ -234,7 +235,7 @@ impl Tables {
     pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
         // Check only the policies that apply to all connections of the session. If the policy of a
-        // single connection is missing, its packets still match one of these policies.
+        // single connection is missing, the connection's packets still match one of these policies.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let installed = self.in_place_of(policy)?;
             if installed == Some(policy_of(policy)) {
@@ -440,7 +441,7 @@ pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
 }
 
 /// Whether the error shows that the kernel did not perform the request. If the kernel's answer was
-/// lost, the kernel may have performed it.
+/// lost, the kernel may have performed the request.
 fn is_refusal(error: &xfrm::Error) -> bool {
     use xfrm::Error::{NoEsp, NoSuchCpu, NotPermitted, Refused, Taken};
     matches!(

@@ -29,9 +29,9 @@ const SESSIONS_TRIED: usize = 3;
 /// The interval at which a lane that waits for a session checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Opens lanes over IPsec. Dropping the dialer ends its sessions. For each session, it first waits
-/// for at most `quiet_wait` (see [`Options`](crate::Options)) until the session's connections are
-/// closed.
+/// Opens lanes over IPsec. Dropping the dialer ends its sessions. Before the end of a session, the
+/// drop waits for at most `quiet_wait` (see [`Options`](crate::Options)) until the session's
+/// connections are closed.
 #[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
@@ -117,7 +117,7 @@ impl IpsecDialer {
     }
 
     /// Returns the newest session unless it is full; otherwise starts one. Other callers for the
-    /// same endpoint and peer wait while it starts.
+    /// same endpoint and peer wait while the session starts.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);

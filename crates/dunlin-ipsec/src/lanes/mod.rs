@@ -4,7 +4,7 @@
 //! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
 //! The side that accepts lanes passes each arrival to
 //! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of
-//! keying sessions. It passes each plain lane to
+//! keying sessions. That side passes each plain lane to
 //! [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit), which checks with
 //! [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
@@ -23,8 +23,8 @@
 //! does not affect a session. Rekeying or the end of a session does not affect a control lane.
 //!
 //! With an SA for each CPU, the thread of a lane is pinned to one CPU before it connects. The SA of
-//! that CPU is requested for its first lane. If the peer's SA table is full, the lane uses the
-//! fallback SA.
+//! that CPU is requested for the CPU's first lane. If the peer's SA table is full, the lane uses
+//! the fallback SA.
 
 mod dialer;
 mod sealed;
@@ -60,9 +60,9 @@ use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
 /// The number of ports that a session protects. A session needs more ports than it has lanes,
-/// because the side that closes a connection keeps its port for a minute (TIME_WAIT). If all ports
-/// are in use, another session starts. The number is a power of two, so that one policy in each
-/// direction covers the block.
+/// because the side that closes a connection keeps the connection's port for a minute (TIME_WAIT).
+/// If all ports are in use, another session starts. The number is a power of two, so that one
+/// policy in each direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
 /// The maximum number of peers' offers that wait for an answer. Further offers are dropped. Only
 /// authorised peers can make offers.
@@ -140,8 +140,8 @@ impl IpsecLanes {
     /// Prepares this process to open and to accept lanes over IPsec. The side that opens lanes
     /// takes blocks of source ports from `options.ports`; the other side allows only ports in its
     /// own `options.ports`. `options.cpus` are the CPUs to which this side's lanes are pinned. If
-    /// the list is empty in mode cpu, all lanes use one SA. Removes the policies and SAs that dead
-    /// processes left.
+    /// `options.cpus` is empty in mode cpu, all lanes use one SA. Removes the policies and SAs that
+    /// dead processes left.
     ///
     /// # Errors
     /// The kernel lacks a feature, this process lacks a privilege, the range contains no block of
@@ -150,8 +150,8 @@ impl IpsecLanes {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
         let mut options = options;
-        // Empty the list, so that a session requests the SA of a CPU only when the first lane needs
-        // it.
+        // Empty the list, so that a session requests the SA of a CPU only for the first lane of
+        // that CPU.
         let cpus = std::mem::take(&mut options.cpus);
         let shared = Arc::new(Shared {
             site: Site {
@@ -177,8 +177,8 @@ impl IpsecLanes {
     }
 
     /// Checks that a plain lane uses the SAs of a keying session with the lane's peer, which
-    /// `is_peer` recognises. If the lane uses them, this host accepts no unprotected packet from
-    /// the lane's source port (I6).
+    /// `is_peer` recognises. If the lane uses these SAs, this host accepts no unprotected packet
+    /// from the lane's source port (I6).
     ///
     /// # Errors
     /// The lane does not use such SAs, or its connection cannot be queried or duplicated.
@@ -314,8 +314,8 @@ impl Shared {
     }
 
     /// Moves the packets that this side sends on each accepted lane to the SA of the CPU that
-    /// received the lane's last packet before [`IpsecLanes::covers`]. If that CPU has no SA,
-    /// requests one and moves the lane when the SA is installed.
+    /// received the lane's last packet before the call of [`IpsecLanes::covers`]. If that CPU has
+    /// no SA, requests one and moves the lane when the SA is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {
@@ -334,8 +334,9 @@ impl Shared {
                 return false;
             }
             session.session.want_cpu(one.cpu);
-            // Drop a lane that has ended: this copy of the descriptor would keep the kernel from
-            // closing the connection, and the peer waits for that before it frees the ports.
+            // Drop a lane that has ended, because this copy of the descriptor would keep the kernel
+            // from closing the connection. The peer frees the ports only after the connection is
+            // closed.
             one.since.elapsed() < ANSWERING_LIMIT && is_established(&one.lane).unwrap_or(false)
         });
     }

@@ -28,8 +28,8 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Returns the port of this session's control connection that another session, with `ports` and
-    /// these addresses, would block; `None` if it would block neither port.
+    /// Returns which port of this session's control connection a session with these ports and
+    /// addresses would block; `None` if that session would block neither port.
     pub(crate) fn port_among(&self, ports: PortRange, local: IpAddr, peer: IpAddr) -> Option<u16> {
         if (self.local.ip(), self.peer.ip()) != (local, peer) {
             return None;

@@ -244,7 +244,7 @@ fn a_damaged_record_is_reported_and_kept() {
         }
     };
     // Overwrite bytes with zeros in the header, within a line, and across the end of a line. Then
-    // replace an operator by an unknown one.
+    // replace a `+` by an unknown character.
     assert_eq!(first(0, 8), 1);
     assert_eq!(first(lines[0] + 1, lines[0] + 3), 2);
     assert_eq!(first(lines[1] - 2, lines[1] + 4), 2);

@@ -148,9 +148,9 @@ impl Driver {
                 known,
             } => {
                 if first {
-                    // Epochs alternate between two sets of request ids. Remove the SAs of the epoch
-                    // before the previous one now, because they would match the policies of this
-                    // epoch.
+                    // Epochs alternate between two sets of request ids. Now remove the SAs of the
+                    // epoch before the previous one, because these SAs would match the policies of
+                    // this epoch.
                     let lingering = lingering(&mut self.blocked()?.late);
                     self.apply(&lingering)?;
                 }
@@ -388,8 +388,8 @@ fn lingering(late: &mut Late) -> Vec<Step> {
     now.flat_map(|(_, steps)| steps).collect()
 }
 
-/// Removes the steps that are due from `late` and returns them. If more than `most` steps remain,
-/// removes and returns the oldest of them too.
+/// Removes from `late` the steps that are due, and returns them. If more than `most` steps would
+/// remain, removes and returns the oldest of these too.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
     let mut count = 0;

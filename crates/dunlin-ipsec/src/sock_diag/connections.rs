@@ -27,7 +27,7 @@ impl TcpConnection {
     /// The number of the state in which [`Self::is_established`] is true.
     pub const ESTABLISHED: u8 = 1;
 
-    /// Whether its handshake is complete and neither side has closed it.
+    /// Whether the handshake is complete and neither side has closed the connection.
     #[must_use]
     pub fn is_established(&self) -> bool {
         self.state == Self::ESTABLISHED

@@ -4,8 +4,8 @@
 //!
 //! This module creates only one kind of SA: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
-//! (`XFRMA_SA_PCPU`, Linux 6.13): a lookup of an SA on this CPU prefers it to an SA without a CPU,
-//! and a lookup on another CPU does not find it. Receiving uses only the SPI, on any CPU.
+//! (`XFRMA_SA_PCPU`, Linux 6.13): a lookup on this CPU prefers that SA to an SA without a CPU, and
+//! a lookup on another CPU does not find it. Receiving uses only the SPI, on any CPU.
 //! docs/decisions/0013-sas-without-a-daemon.md has the tests of the kernel's behaviour.
 //!
 //! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; no function
@@ -348,8 +348,8 @@ impl Xfrm {
     }
 }
 
-/// Returns whether the kernel has the object of a request. If it does not, it refuses the request
-/// with the error number `absent`.
+/// Returns whether the kernel has the object of a request. If the object is missing, the kernel
+/// refuses the request with the error number `absent`.
 fn exists(answered: Result<(), Error>, absent: i32) -> Result<bool, Error> {
     match answered {
         Err(error) if error.errno() == Some(absent) => Ok(false),
