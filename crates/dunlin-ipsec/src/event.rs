@@ -70,7 +70,8 @@ pub enum Event {
     },
     /// A connection or an offer was rejected.
     Rejected {
-        /// The source address of the connection, the name of the peer, or what was rejected.
+        /// The source address of the connection, or the name of the peer. If neither is available,
+        /// what was rejected, such as `a lane`.
         from: String,
         /// The reason's code.
         fault: FaultCode,
