@@ -1,5 +1,5 @@
-//! Lines on standard output and standard error, if their reader may be gone or stalled. Such a
-//! reader must not end or delay a process that holds a VM.
+//! Writes lines to standard output and standard error, of which the reader may be gone or stalled.
+//! Such a reader must not end or delay a process that holds a VM.
 
 use std::io::{Write, stdout};
 use std::os::fd::AsFd;

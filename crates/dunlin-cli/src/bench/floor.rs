@@ -2,9 +2,10 @@
 //! measurements that use guest memory as lanes do.
 //!
 //! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection,
-//!    and another reads them into destination memory.
-//! 2. [`seal_and_open`]: two threads for each lane, as many as a lane has. Each thread seals slices
-//!    of source memory into its own buffer and opens the records into destination memory.
+//!    and another thread reads them into destination memory.
+//! 2. [`seal_and_open`]: two threads for each lane, because a lane has one at each end. Each thread
+//!    seals slices of source memory into its own buffer and opens the records into destination
+//!    memory.
 //!
 //! No lane can cost less as long as the kernel copies the bytes between the process and the socket.
 //! [`cached`] repeats both measurements with buffers that stay in the cache.

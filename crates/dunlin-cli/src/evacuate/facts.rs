@@ -103,8 +103,8 @@ pub(super) fn gather(
     Ok(facts)
 }
 
-/// What became of a VM that an earlier run has moved, or was moving when it ended. `None` if there
-/// is nothing to report.
+/// What became of a VM that an earlier run has moved, or was moving when that run ended. `None` if
+/// there is nothing to report.
 fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
     let mut entry = entry.clone();
     entry.earlier = true;

@@ -1,4 +1,4 @@
-//! The flags of `dunlin evacuate`, and what virsh must be given for them.
+//! The flags of `dunlin evacuate`, and the flags for virsh that follow from them.
 
 use std::fs;
 use std::path::PathBuf;

@@ -65,8 +65,8 @@ pub(super) enum Action {
     Pause(usize),
 }
 
-/// Time between two requests of the same kind for a VM. libvirt refuses a request before the
-/// migration has begun, for example.
+/// Time between two requests of the same kind for a VM. A request must be repeated if, for example,
+/// libvirt refused it because the migration had not begun.
 const AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]

@@ -162,7 +162,7 @@ fn listener(line: &str) -> Option<(u16, u64)> {
     (state == LISTEN).then_some((port, inode))
 }
 
-/// The name of a process that has each socket, by the socket's inode.
+/// For the inode of each socket, the name of a process that has the socket.
 fn owners() -> BTreeMap<u64, String> {
     let mut owners = BTreeMap::new();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();

@@ -112,7 +112,8 @@ impl Setup<'_> {
     }
 }
 
-/// The names and addresses in this host's certificate that peers may use for it, without wildcards.
+/// The names and addresses in this host's certificate that peers may use for this host, without
+/// wildcards.
 fn own_names(summary: &Summary) -> Result<Vec<String>> {
     let name = |name: &PeerName| match name {
         PeerName::Dns(name) if !name.starts_with('*') => Some(name.clone()),
@@ -194,8 +195,8 @@ fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Extends libvirt's AppArmor profiles of VMs. Those of running VMs change with their next start or
-/// migration.
+/// Extends libvirt's AppArmor profiles of VMs. The profile of a running VM changes with the VM's
+/// next start or migration.
 fn extend_apparmor(report: &Report) -> Result<()> {
     let Ok(abstraction) = fs::read_to_string(ABSTRACTION) else {
         return Ok(());

@@ -47,12 +47,12 @@ impl<'a> Before<'a> {
         self.config.as_deref()
     }
 
-    /// To be called before `enable` changes the rules, so that `restore` undoes that.
+    /// To be called before `enable` changes the rules, so that `restore` undoes the change.
     pub(super) fn rules_follow(&mut self) {
         self.rules = true;
     }
 
-    /// To be called before `enable` changes the units, so that `restore` undoes that.
+    /// To be called before `enable` changes the units, so that `restore` undoes the change.
     pub(super) fn units_follow(&mut self) {
         self.units = true;
     }

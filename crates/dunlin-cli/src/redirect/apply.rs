@@ -107,8 +107,8 @@ impl Apply {
         Ok(rules)
     }
 
-    /// Loads rules, records the table that they should yield, and compares it with the one in
-    /// force.
+    /// Loads rules, records the table that they should yield, and compares this table with the
+    /// table in force.
     fn load(&self, text: &str, wanted: Wanted) -> Result<()> {
         let expected = Table::expected(text)?.record();
         nft::load(text)?;

@@ -68,7 +68,7 @@ fn parse(out: &str) -> Result<Value> {
 fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
     let mut child = Command::new(program()?)
         .args(arguments)
-        // So that neither the locale nor the time zone changes what nft prints.
+        // With these variables, neither the locale nor the time zone changes what nft prints.
         .env("LC_ALL", "C")
         .env("TZ", "UTC")
         .stdin(Stdio::piped())

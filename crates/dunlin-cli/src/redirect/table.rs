@@ -17,9 +17,9 @@ pub(super) struct Table {
     objects: Vec<Value>,
 }
 
-/// A table without what changes while it is in force: counters and handles. `apply` writes the
-/// record of its table to a file for later comparisons, because nft lists rules in another form
-/// than it reads.
+/// A table without the counters and handles, which change while the table is in force. `apply`
+/// writes the record of its table to a file for later comparisons, because nft lists rules in
+/// another form than it reads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     version: String,
@@ -47,8 +47,8 @@ impl Table {
         Ok(nft::list(TABLE)?.map(|json| Self::of(&json)))
     }
 
-    /// The table that results from rules, as nft lists it. To obtain it, this loads a copy of the
-    /// rules that filters no packet.
+    /// The table that results from rules, as nft lists it. To obtain this table, the function loads
+    /// a copy of the rules that filters no packet.
     pub(super) fn expected(text: &str) -> Result<Self> {
         nft::load(&copied(text))?;
         let copy = nft::list(COPY);

@@ -10,7 +10,8 @@ use time::OffsetDateTime;
 use super::model::{Model, Over, Typed};
 use super::rows::{Attention, Figures, Lane, Row, size, size_of};
 
-/// Minimum width of the column of names. A screen that is too narrow for it has fewer columns.
+/// Minimum width of the column of names. On a screen that is too narrow for this width, other
+/// columns are left out.
 const LEAST_NAME: usize = 22;
 /// Width of the marks before a name.
 const MARKS: usize = 3;

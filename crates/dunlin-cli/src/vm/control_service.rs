@@ -308,8 +308,8 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// Keeps the VM, which this service holds, until it ends, moves away, or a signal ends this
-    /// process; returns the exit code.
+    /// Keeps the VM, which this service holds, until the VM ends or moves away, or a signal ends
+    /// this process. Returns the exit code.
     pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         start("vm-watch", move || {

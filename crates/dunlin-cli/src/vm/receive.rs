@@ -1,7 +1,7 @@
 //! `dunlin vm receive`: waits for a VM or several, then owns them.
 //!
 //! Each VM has its own thread, [`ControlService`], control socket and status socket. Several VMs
-//! arrive through one listener, on which they share one thread that accepts.
+//! arrive through one listener, at which one thread accepts connections for all of them.
 
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicUsize, Ordering};

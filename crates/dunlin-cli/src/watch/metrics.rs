@@ -446,7 +446,8 @@ pub(super) fn text(view: &View<'_>) -> String {
             let labels = metric.labels.split(' ').zip(labels);
             let labels = labels.map(|(name, value)| (name, (*value).to_owned()));
             // Several connections of a relay to one peer have the same labels, and peers may send
-            // the same name for several VMs. Whole numbers of such samples are added.
+            // the same name for several VMs. The values of such samples are added if they are whole
+            // numbers.
             match (samples.entry(labels.collect()), value) {
                 (Entry::Occupied(mut sum), Value::Whole(more)) => {
                     if let Value::Whole(sum) = sum.get_mut() {
