@@ -175,25 +175,21 @@ fn region(
     Ok(GuestRegionMmap::new(mapped, GuestAddress(start)).expect("no region reaches 2^64"))
 }
 
-/// Requests transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory of a
-/// memfd is skipped, because the host has a separate setting for shared memory
-/// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), and [`Backing::Huge`] already has huge
-/// pages.
+/// Requests transparent huge pages (`MADV_HUGEPAGE`, madvise(2)). For the memory of a memfd, the
+/// kernel follows the advice only if
+/// `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`; the kernel's default is `never`.
 ///
 /// Call it before the first page is touched: populated pages stay small until khugepaged merges
 /// them.
 ///
 /// Errors are ignored, because a guest also works without huge pages. A kernel without transparent
-/// huge pages returns `EINVAL` and leaves the memory unchanged. Under the policy `never` the advice
-/// has no effect.
+/// huge pages returns `EINVAL` and leaves the memory unchanged, and so does every kernel for
+/// [`Backing::Huge`]. Under the policy `never` the advice has no effect.
 ///
 /// Drawback: the first touch of a page may populate the 2 MiB around it.
 pub fn advise_huge_pages(memory: &TrackedMemory) {
     for region in memory.iter() {
         let mapped = region.get_mmap();
-        if mapped.file_offset().is_some() {
-            continue;
-        }
         // SAFETY: the range is one whole mapping, which `memory` owns and keeps mapped.
         // MADV_HUGEPAGE only affects the size of the pages that back it, not its content or its
         // access rights.

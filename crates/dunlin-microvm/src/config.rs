@@ -77,7 +77,7 @@ pub struct HostOptions {
 }
 
 impl Default for HostOptions {
-    /// The default options: transparent huge pages for private memory, and no digests.
+    /// The default options: transparent huge pages, and no digests.
     fn default() -> Self {
         Self {
             huge_pages: true,
@@ -87,8 +87,8 @@ impl Default for HostOptions {
 }
 
 impl HostOptions {
-    /// Sets whether to advise transparent huge pages for the guest's memory, if the memory is
-    /// private ([`Backing::Private`]). It has no effect on a kernel without transparent huge pages.
+    /// Sets whether to advise transparent huge pages for the guest's memory. The kernel follows the
+    /// advice for private memory, and for a memfd if its setting `shmem_enabled` is `advise`.
     ///
     /// Drawback: touching a page can populate the 2 MiB around it, so a guest with scattered
     /// content takes up to 512 times as much memory as its pages need. Without huge pages,

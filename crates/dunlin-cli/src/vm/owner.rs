@@ -38,7 +38,7 @@ use crate::timeline;
 /// Flags of `vm run` and `vm receive`, the processes that can own a VM.
 #[derive(Debug, Args)]
 pub(crate) struct Own {
-    /// Do not request transparent huge pages for private guest memory.
+    /// Do not request transparent huge pages for private or memfd guest memory.
     #[arg(long)]
     no_huge_pages: bool,
     #[command(flatten)]
