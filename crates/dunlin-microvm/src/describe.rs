@@ -120,6 +120,16 @@ impl Host {
     }
 }
 
+/// Queries what this host's KVM can provide, and keeps the result for all VMs of this process. The
+/// query takes about ten milliseconds, for which the first VM that arrives need not wait then.
+///
+/// Ignores errors: the creation of a VM repeats a failed query and reports the error.
+pub fn query_host() {
+    if let Ok(kvm) = Kvm::new() {
+        let _ = Host::get(&kvm);
+    }
+}
+
 /// Checks whether this host's CPU and KVM can run the machine, without building it. A process guest
 /// does not depend on them.
 ///

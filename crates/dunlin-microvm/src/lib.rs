@@ -54,7 +54,7 @@ mod wire;
 
 pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, WORKLOAD_START, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
-pub use describe::{DescribeError, VmDescription, check_description};
+pub use describe::{DescribeError, VmDescription, check_description, query_host};
 pub use dunlin_linux::mapping::{Backing, TrackedMemory};
 pub use layout::DEVICE_START;
 pub use migrate::{MachineBuilder, Movable};

@@ -107,6 +107,7 @@ impl Receive {
         });
         let options = self.options(&first)?;
         self.own.watch_parent()?;
+        start("kvm-query", dunlin_microvm::query_host)?;
         let waiting = Waits {
             receive: &self,
             accepting,
