@@ -48,7 +48,7 @@ pub(crate) fn passed() -> Result<Sockets> {
         let name = one.name;
         sockets
             .insert(&name, one.socket)
-            .map_err(|error| anyhow!("passed socket {name:?}: {error}"))?;
+            .map_err(|error| anyhow!("socket {name:?} from the service manager: {error}"))?;
     }
     Ok(sockets)
 }

@@ -630,7 +630,7 @@ fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     let silent = (0..8).map(|number| Peer::offer_with(far, &own, [number; 16], 1, None).unwrap());
     let _silent: Vec<_> = silent.collect();
     let offered = std::thread::spawn(move || {
-        // The control lane is closed without an answer.
+        // The far tunnel closes the control lane without an answer.
         drop(
             control::client(TcpStream::connect(far).unwrap(), &own, soon()).map(|control| {
                 let mut bytes = Vec::new();

@@ -291,7 +291,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
         ("itself", &source, [1, 4].as_slice()),
         ("renewed", &renewed, &[1, 4]),
         ("another name", &site.host(OTHER), &[]),
-        // Session 4 is recorded only with the peer's names.
+        // The record of session 4 has the peer's names but not its authority.
         (
             "the same name of another authority",
             &site.twin(SOURCE),

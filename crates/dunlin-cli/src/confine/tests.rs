@@ -37,7 +37,8 @@ use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
 use super::*;
 
-/// Environment variables with the parts that the child applies, and with its directory.
+/// The environment variables that tell the child which parts of the confinement to apply, and which
+/// directory to use.
 const PARTS: &str = "DUNLIN_TEST_CONFINED";
 const DIRECTORY: &str = "DUNLIN_TEST_CONFINED_IN";
 

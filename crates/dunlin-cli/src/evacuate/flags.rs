@@ -206,7 +206,7 @@ impl Evacuate {
         flags
     }
 
-    /// Whether virsh is given a flag by which libvirt or QEMU encrypts.
+    /// Whether libvirt or QEMU encrypts the migration, as the flags for virsh demand.
     pub(super) fn is_encrypted(&self) -> bool {
         let is_safe = |uri: &String| {
             ["qemu+ssh://", "qemu+tls://"]

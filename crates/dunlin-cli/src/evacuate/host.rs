@@ -106,8 +106,8 @@ fn kib(text: &str) -> Option<u64> {
     number.checked_mul(KIB)
 }
 
-/// Sets how busy the VMs are: the memory that each writes, or, if libvirt does not report that for
-/// every VM, the processor time that each takes.
+/// Measures how busy each VM is: the rate at which it writes memory or, if libvirt does not report
+/// that for every VM, the processor time that it takes.
 pub(super) fn measure(virsh: &Virsh, vms: &mut [Vm]) -> Result<()> {
     let of = |command: &str, vms: &[Vm]| -> Vec<String> {
         vms.iter()

@@ -122,7 +122,9 @@ fn own_names(summary: &Summary) -> Result<Vec<String>> {
     };
     let names: Vec<String> = summary.names.iter().filter_map(name).collect();
     if names.is_empty() {
-        bail!("this host's certificate has no host name or address: create one with such a name");
+        bail!(
+            "this host's certificate contains no address, and no host name without a wildcard: create a certificate that contains one of them"
+        );
     }
     Ok(names)
 }
