@@ -12,6 +12,7 @@ use super::cells::{
 };
 use super::kept::{Kept, Row};
 use super::scaling::{self, GBIT_PER_GIB};
+use super::{growth, tunnel};
 
 /// A table in a page of the documentation.
 pub(super) struct Table {
@@ -31,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 13] = [
+pub(super) const TABLES: [Table; 15] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -47,11 +48,25 @@ pub(super) const TABLES: [Table; 13] = [
         cells: connections,
     },
     Table {
-        name: "downtime",
+        name: "tunnel-qemu",
         page: "docs/benchmarking/downtime.md",
-        results: &["downtime", "downtime-8-rounds"],
+        results: &["tunnel-qemu"],
         has_conditions: true,
-        cells: downtime,
+        cells: tunnel::qemu,
+    },
+    Table {
+        name: "growth",
+        page: "docs/benchmarking/growth.md",
+        results: &["growth"],
+        has_conditions: true,
+        cells: growth::memory,
+    },
+    Table {
+        name: "growth-lanes",
+        page: "docs/benchmarking/growth.md",
+        results: &["growth-lanes"],
+        has_conditions: true,
+        cells: growth::lanes,
     },
     Table {
         name: "lanes",
@@ -93,14 +108,14 @@ pub(super) const TABLES: [Table; 13] = [
         page: "docs/benchmarking/tunnel.md",
         results: &["tunnel"],
         has_conditions: true,
-        cells: bulk,
+        cells: tunnel::bulk,
     },
     Table {
         name: "tunnel-pingpong",
         page: "docs/benchmarking/tunnel.md",
         results: &["tunnel"],
         has_conditions: false,
-        cells: round_trips,
+        cells: tunnel::round_trips,
     },
     Table {
         name: "whole",
@@ -250,36 +265,6 @@ fn connections(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-fn downtime(kept: &[Kept]) -> Result<Cells> {
-    let mut table = vec![vec!["path".to_owned()]];
-    let mut rows = Vec::new();
-    for run in kept {
-        table[0].push(format!("downtime, ms, {}", run.rounds()?));
-        rows.extend(run.select(&[("scenario", json!("tunnel-qemu"))]));
-    }
-    let key = |row: &Row| Ok((row.number("streams")?, variant_key(row)?));
-    for (streams, (_, variant)) in values(&rows, key)? {
-        let name = match variant.as_str() {
-            "bare" => "direct",
-            variant => title(variant),
-        };
-        let mut cells = vec![match streams {
-            1 => name.to_owned(),
-            channels => format!("{name}, multifd {channels}"),
-        }];
-        for run in kept {
-            let same = [
-                ("scenario", json!("tunnel-qemu")),
-                ("variant", json!(variant)),
-                ("streams", json!(streams)),
-            ];
-            cells.push(optional(run, &same, "downtime_ms", Places(0))?);
-        }
-        table.push(cells);
-    }
-    Ok(table)
-}
-
 fn lanes(kept: &[Kept]) -> Result<Cells> {
     let run = &kept[0];
     let mut table = vec![header(&[
@@ -395,83 +380,6 @@ fn thrash(kept: &[Kept]) -> Result<Cells> {
             cell(row, "downtime_ms", Places(0))?,
             cell(row, "one_lane_ratio", Places(2))?,
         ]);
-    }
-    Ok(table)
-}
-
-fn bulk(kept: &[Kept]) -> Result<Cells> {
-    let mut table = vec![header(&[
-        "ends, streams",
-        "variant",
-        "GiB/s",
-        "against stunnel",
-        "CPU-s/GiB",
-        "against stunnel",
-    ])];
-    let mut rows = kept[0].select(&[("scenario", json!("tunnel-bulk"))]);
-    // Older results do not contain the floor; the table then has no column for it.
-    let mut has_floor = false;
-    for row in &rows {
-        has_floor |= row.figure("floor_ratio")?.is_some();
-    }
-    if has_floor {
-        table[0].push("against the floor".to_owned());
-    }
-    // The order in the pages: local sockets before TCP.
-    rows.sort_by_cached_key(|row| {
-        (
-            row.text("ends").ok() == Some("tcp"),
-            row.number("streams").ok(),
-        )
-    });
-    let mut group = String::new();
-    for row in rows {
-        let this = format!("{}, {}", row.text("ends")?, row.number("streams")?);
-        let mut cells = vec![
-            match this == group {
-                true => String::new(),
-                false => this.clone(),
-            },
-            title(row.text("variant")?).to_owned(),
-            cell(row, "gib_per_s", Places(2))?,
-            cell(row, "against_stunnel", Places(1))?,
-            cell(row, "cpu_s_per_gib", Places(2))?,
-            cell(row, "cpu_against_stunnel", Places(2))?,
-        ];
-        if has_floor {
-            cells.push(cell(row, "floor_ratio", Places(2))?);
-        }
-        table.push(cells);
-        group = this;
-    }
-    Ok(table)
-}
-
-fn round_trips(kept: &[Kept]) -> Result<Cells> {
-    let scenario = ("scenario", json!("tunnel-pingpong"));
-    let rows = kept[0].select(std::slice::from_ref(&scenario));
-    let variants = values(&rows, variant_key)?;
-    let mut table = vec![vec!["a round trip, µs, median".to_owned()]];
-    table[0].extend(
-        variants
-            .iter()
-            .map(|(_, variant)| title(variant).to_owned()),
-    );
-    for bytes in values(&rows, |row| row.number("bytes"))? {
-        let size = match bytes {
-            bytes if bytes >= 1024 && bytes % 1024 == 0 => format!("{} KiB", bytes / 1024),
-            bytes => counted(bytes, "byte"),
-        };
-        let mut cells = vec![size];
-        for (_, variant) in &variants {
-            let same = [
-                scenario.clone(),
-                ("variant", json!(variant)),
-                ("bytes", json!(bytes)),
-            ];
-            cells.push(optional(&kept[0], &same, "latency_us_median", Places(0))?);
-        }
-        table.push(cells);
     }
     Ok(table)
 }

@@ -10,11 +10,13 @@
 //! the lines between the comments, or only compares them if `--check` is given.
 
 mod cells;
+mod growth;
 pub mod keep;
 mod kept;
 mod layout;
 pub mod report;
 mod scaling;
+mod tunnel;
 
 use std::fs;
 use std::path::Path;
