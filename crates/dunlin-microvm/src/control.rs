@@ -271,6 +271,7 @@ impl Control {
             Ok(_) => VmState::Paused,
             Err(error) => VmState::Failed(format!("cannot load its state: {error}")),
         };
+        self.changed.notify_all();
         result
     }
 
@@ -336,5 +337,34 @@ impl Control {
     /// Waits until `due`. Returns false if the vCPU must leave the guest before that time.
     pub(crate) fn wait_until(&self, due: Instant) -> bool {
         self.wait_while(due, Inner::runs).runs()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    #[test]
+    fn a_failed_load_wakes_a_thread_that_waits_for_the_end() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let control = Control::new(1);
+        let (ended, wait) = channel();
+        std::thread::scope(|scope| {
+            let far = Instant::now() + 10 * LIMIT;
+            let (control, other) = (&control, ended.clone());
+            let thread = scope.spawn(move || other.send(control.wait_until_ended(far)));
+            // Nothing shows that the thread waits. If it does not wait yet, this test cannot fail.
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!thread.is_finished());
+            let failed = control.load(|| Err::<(), _>(ControlError::Started));
+            assert!(matches!(failed, Err(ControlError::Started)));
+            let state = wait.recv_timeout(LIMIT);
+            // Ends the thread in any case, so that a failure does not wait for it.
+            control.end(VmState::Failed(String::new()), || {});
+            control.exit(|| {});
+            assert!(matches!(state, Ok(VmState::Failed(_))), "{state:?}");
+        });
     }
 }
