@@ -12,10 +12,8 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,9 +22,8 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use dunlin_bench::{Output, Results, touch_physical_memory};
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
-use dunlin_test_base::Scratch;
-use serde_json::Value;
 
+use super::vm::{DESTINATION, Files, Process, SOURCE, number};
 use super::{program, turns};
 
 /// Options of the benchmark.
@@ -138,8 +135,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
 /// What all migrations share: the program and the certificates.
 struct Bench<'a> {
     options: &'a LongLineOptions,
-    dunlin: std::path::PathBuf,
-    scratch: Scratch,
+    files: Files,
 }
 
 /// The measurements of one migration.
@@ -153,41 +149,15 @@ struct Measured {
 
 impl<'a> Bench<'a> {
     fn new(options: &'a LongLineOptions) -> Result<Self> {
-        let bench = Self {
-            options,
-            dunlin: program::dunlin()?,
-            scratch: Scratch::new(),
-        };
-        let ca = bench.scratch.join("ca");
-        bench.pki(&["init"], &ca)?;
-        let ca = ca.display().to_string();
-        for host in ["source", "destination"] {
-            let name = format!("{host}.bench");
-            bench.pki(
-                &["issue", "--ca", &ca, "--name", &name],
-                &bench.scratch.join(host),
-            )?;
-        }
-        Ok(bench)
-    }
-
-    fn pki(&self, arguments: &[&str], directory: &Path) -> Result<()> {
-        let done = Command::new(&self.dunlin)
-            .arg("pki")
-            .args(arguments)
-            .arg(directory)
-            .stdout(Stdio::null())
-            .status()
-            .context("cannot start dunlin")?;
-        ensure!(done.success(), "`dunlin pki {arguments:?}` failed");
-        Ok(())
+        let files = Files::new(program::dunlin()?)?;
+        Ok(Self { options, files })
     }
 
     /// A command of `dunlin vm` on a host, with a control socket of its own.
     fn vm(&self, host: &Host, name: &str, command: &str) -> Command {
-        let mut vm = host.enter(Command::new(&self.dunlin).args(["vm", command, "--json"]));
+        let mut vm = host.enter(&self.files.vm(command));
         vm.arg("--control")
-            .arg(self.scratch.join(format!("{name}.sock")));
+            .arg(self.files.path(&format!("{name}.sock")));
         vm
     }
 
@@ -209,25 +179,25 @@ impl<'a> Bench<'a> {
         touch_physical_memory(u64::from(self.options.size) << 21)?;
         let mut receive = self.vm(&destination, "destination", "receive");
         receive
-            .args(["--listen", &there.to_string(), "--peer", "source.bench"])
+            .args(["--listen", &there.to_string(), "--peer", SOURCE])
             .arg("--identity")
-            .arg(self.scratch.join("destination"))
+            .arg(self.files.path("destination"))
             .arg("--state-dir")
-            .arg(self.scratch.join("destination-state"));
+            .arg(self.files.path("destination-state"));
         let _receiving = Process::start(receive, "listening")?;
         let mut run = self.vm(&source, "source", "run");
         run.args(["--name", "bench", "--memory", &size, "--workload", "idle"])
             .arg("--state-dir")
-            .arg(self.scratch.join("source-state"));
+            .arg(self.files.path("source-state"));
         let _running = Process::start(run, "started")?;
         let mut migrate = self.vm(&source, "source", "migrate");
         migrate
             .args(["--name", "bench", "--to", &there.to_string()])
-            .args(["--peer", "destination.bench"])
+            .args(["--peer", DESTINATION])
             .args(["--lanes", &self.options.lanes.to_string()])
             .args(["--lane-rate", &format!("{}M", self.options.lane_rate)])
             .arg("--identity")
-            .arg(self.scratch.join("source"));
+            .arg(self.files.path("source"));
         let ended = AtomicBool::new(false);
         let (held, moved, total) = thread::scope(|scope| {
             let readings = scope.spawn(|| held_back(&source, &there, &ended));
@@ -242,11 +212,6 @@ impl<'a> Bench<'a> {
         });
         let (held, moved) = (held?, moved?);
         let first = &moved["iterations"][0];
-        let number = |line: &Value, name: &str| {
-            line[name]
-                .as_f64()
-                .with_context(|| format!("`dunlin vm migrate` does not print {name}"))
-        };
         Ok(Measured {
             gib_per_s: number(first, "wire_bytes")? / number(first, "duration_ms")? * 1000.0
                 / f64::from(1 << 30),
@@ -254,60 +219,6 @@ impl<'a> Bench<'a> {
             downtime_ms: number(&moved["downtime"], "total_ms")?,
             held,
         })
-    }
-}
-
-/// A process that prints one JSON object per line. Dropping it kills the process.
-struct Process {
-    child: Child,
-    output: BufReader<ChildStdout>,
-}
-
-impl Process {
-    fn spawn(mut command: Command) -> Result<Self> {
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("cannot start dunlin")?;
-        let output = child
-            .stdout
-            .take()
-            .context("the process has no stdout pipe")?;
-        let output = BufReader::new(output);
-        Ok(Self { child, output })
-    }
-
-    /// Starts a process and waits for an event.
-    fn start(command: Command, event: &str) -> Result<Self> {
-        let mut process = Self::spawn(command)?;
-        process.wait_for(event)?;
-        Ok(process)
-    }
-
-    /// Reads lines until one has this event.
-    fn wait_for(&mut self, event: &str) -> Result<Value> {
-        let mut text = String::new();
-        loop {
-            text.clear();
-            if self.output.read_line(&mut text)? == 0 {
-                bail!("dunlin ended before the event {event}");
-            }
-            let line: Value = serde_json::from_str(&text)?;
-            match line["event"].as_str() {
-                Some(found) if found == event => return Ok(line),
-                Some("failed") => bail!("dunlin failed: {}", line["text"]),
-                _ => {}
-            }
-        }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // The process may have ended on its own.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -16,6 +16,7 @@ mod program;
 mod records;
 pub mod tunnel;
 mod turns;
+mod vm;
 pub mod whole;
 
 use std::process::ExitCode;
