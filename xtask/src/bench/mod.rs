@@ -4,9 +4,11 @@
 //!   tunnel (the *floor*) and a direct connection.
 //! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
 //! - [`long_line`]: migrations over a line with a long round trip.
+//! - [`evacuate`]: all guests of a host leave it, with Dunlin and through stunnel.
 
 mod cloud_hypervisor;
 mod ends;
+pub mod evacuate;
 mod forward;
 mod load;
 pub mod long_line;
@@ -36,6 +38,9 @@ pub enum Bench {
     /// Measures migrations over a line with a long round trip, with two settings of the kernel's
     /// socket buffers. Needs root.
     LongLine(long_line::LongLineOptions),
+    /// Compares the evacuation of a host by Dunlin's lanes with one through pairs of stunnels, all guests
+    /// at once and one after the other.
+    Evacuate(evacuate::EvacuateOptions),
     /// Runs one end of the floor or of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
@@ -50,6 +55,7 @@ pub fn command(bench: &Bench) -> Result<ExitCode> {
         Bench::Tunnel(options) => tunnel::run(options)?,
         Bench::Whole(options) => whole::run(options)?,
         Bench::LongLine(options) => long_line::run(options)?,
+        Bench::Evacuate(options) => evacuate::run(options)?,
         Bench::Forward(options) => forward::run(options)?,
     }
     Ok(ExitCode::SUCCESS)

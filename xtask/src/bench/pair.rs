@@ -33,7 +33,8 @@ pub(super) struct Pair {
     pub(super) qemu: PathBuf,
 }
 
-struct Process(Child);
+/// A process of an end. Dropping it kills the process.
+pub(super) struct Process(Child);
 
 /// The output stream on which a process reports that it listens.
 #[derive(Clone, Copy)]
@@ -70,10 +71,36 @@ impl Process {
         Ok(process)
     }
 
+    /// Starts stunnel with the identity in a folder, and writes its configuration with these services.
+    /// Returns before stunnel listens.
+    pub(super) fn stunnel(identity: &Path, config: &Path, services: &str) -> Result<Self> {
+        let file = |name: &str| identity.join(name).display().to_string();
+        let text = format!(
+            "foreground = yes\npid =\ndebug = err\ncert = {}\nkey = {}\nCAfile = {}\n\
+             verifyChain = yes\n{services}",
+            file("cert.pem"),
+            file("key.pem"),
+            file("ca-cert.pem"),
+        );
+        fs::write(config, text)?;
+        let child = program::stunnel()?
+            .arg(config)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .context("cannot start stunnel")?;
+        Ok(Self(child))
+    }
+
+    pub(super) fn id(&self) -> u32 {
+        self.0.id()
+    }
+
     /// The process, the children of its first thread, and likewise the children of each of these.
     /// `sshd` serves a connection in a child.
     fn family(&self) -> Result<Vec<u32>> {
-        let mut family = vec![self.0.id()];
+        let mut family = vec![self.id()];
         let mut next = 0;
         while let Some(id) = family.get(next) {
             let path = format!("/proc/{id}/task/{id}/children");
@@ -300,17 +327,7 @@ impl Pair {
     }
 
     fn stunnels(&mut self, site: &Site) -> Result<()> {
-        let of = |host: &str| {
-            let file = |name: &str| site.path(host).join(name).display().to_string();
-            format!(
-                "foreground = yes\npid =\ndebug = err\ncert = {}\nkey = {}\nCAfile = {}\n\
-                 verifyChain = yes\n",
-                file("cert.pem"),
-                file("key.pem"),
-                file("ca-cert.pem"),
-            )
-        };
-        let (mut far, mut near) = (of("b"), of("a") + "client = yes\n");
+        let (mut far, mut near) = (String::new(), "client = yes\n".to_owned());
         let mut ports = Vec::new();
         for (name, listen, target) in self.routes(site)? {
             let port = free_port()?;
@@ -319,17 +336,10 @@ impl Pair {
             far += &format!("[{name}]\naccept = {port}\nconnect = {target}\n");
             near += &format!("[{name}]\naccept = {listen}\nconnect = {port}\n");
         }
-        for (host, text) in [("far", far), ("near", near)] {
-            let file = site.path(&format!("stunnel-{host}.conf"));
-            fs::write(&file, text)?;
-            let child = program::stunnel()?
-                .arg(&file)
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .context("cannot start stunnel")?;
-            self.processes.push(Process(child));
+        for (side, host, services) in [("far", "b", far), ("near", "a", near)] {
+            let config = site.path(&format!("stunnel-{side}.conf"));
+            let process = Process::stunnel(&site.path(host), &config, &services)?;
+            self.processes.push(process);
         }
         wait("stunnel at the far side", || {
             ports.iter().all(|port| TcpStream::connect(port).is_ok())
@@ -349,7 +359,7 @@ fn untyped(address: &str) -> &str {
     path.or(address.strip_prefix("tcp:")).unwrap_or(address)
 }
 
-fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
+pub(super) fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
     let until = Instant::now() + TIMEOUT;
     while !there() {
         if Instant::now() > until {
@@ -360,7 +370,7 @@ fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
     Ok(())
 }
 
-fn free_port() -> io::Result<SocketAddr> {
+pub(super) fn free_port() -> io::Result<SocketAddr> {
     TcpListener::bind("127.0.0.1:0")?.local_addr()
 }
 
