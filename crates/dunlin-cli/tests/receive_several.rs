@@ -205,7 +205,7 @@ fn several_vms_need_a_control_directory_and_a_possible_number() {
     let hosts = Hosts::new();
     for (flags, code) in [
         ("--sessions 2 --control x.sock", 1),
-        ("--sessions 65", 2),
+        ("--sessions 129", 2),
         ("--sessions 0", 2),
     ] {
         let mut command = words(&format!(

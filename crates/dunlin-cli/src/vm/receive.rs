@@ -48,9 +48,9 @@ pub(crate) struct Receive {
     /// not count. No other VM can arrive during that time.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
-    /// Number of VMs to wait for, 1 to 64. They may arrive at once. The process owns all of them,
+    /// Number of VMs to wait for, 1 to 128. They may arrive at once. The process owns all of them,
     /// and ends after the last has ended or moved away.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
     sessions: u16,
     /// Rate limit for all VMs that arrive, together, such as 500M (bytes per second). Each gets an
     /// equal part; the others get what one of them does not use.
