@@ -70,13 +70,11 @@ pub(crate) fn leads_to_a_tunnel(config: &Path) -> bool {
     if !block::is_in(&text) || sockets::is_in(&text) {
         return false;
     }
-    let succeeds = |words: &[&str], config| {
-        let done = dunlin(words, config, None).ok();
-        done.filter(|done| done.status.success())
-    };
-    let runs = succeeds(&["status"], None).is_some_and(|status| {
+    // The exit code of `status` is also about sessions and journals, which do not matter here.
+    let runs = dunlin(&["status"], None, None).is_ok_and(|status| {
         let status = String::from_utf8_lossy(&status.stdout).into_owned();
         status.lines().any(|line| line.starts_with("tunnel "))
     });
-    runs && succeeds(&["redirect", "show"], Some(config)).is_some()
+    let rules = || dunlin(&["redirect", "show"], Some(config), None);
+    runs && rules().is_ok_and(|rules| rules.status.success())
 }
