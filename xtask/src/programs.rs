@@ -19,7 +19,13 @@ use serde::Deserialize;
 /// The number of programs that run simultaneously, for a host with two cores.
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
-const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
+const ALONE: &[&str] = &[
+    "conformance",
+    "control",
+    "hosts",
+    "namespaces",
+    "receive_budgets",
+];
 /// A package with guests that have to keep their rates, so each of its programs runs alone.
 const GUESTS: &str = "crates/dunlin-microvm";
 /// Packages of the test infrastructure.
