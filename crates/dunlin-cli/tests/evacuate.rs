@@ -96,6 +96,47 @@ impl Scene {
         self.pair.check(side, vm).unwrap();
     }
 
+    /// Bytes that a host has sent over the link.
+    fn sent_bytes(&self, side: Side) -> u64 {
+        let host = self.pair.on(side).host();
+        let name = format!("{}:", self.pair.link.interface(host));
+        let devices = host.run(|| fs::read_to_string("/proc/thread-self/net/dev"));
+        let devices = devices.unwrap().unwrap();
+        let mut lines = devices.lines().map(str::trim);
+        let counts = lines.find_map(|line| line.strip_prefix(&name)).unwrap();
+        counts.split_whitespace().nth(8).unwrap().parse().unwrap()
+    }
+
+    /// Expects that each of these VMs, which copy, sends `each` MiB/s, and the host the sum.
+    fn sends(&self, side: Side, vms: [&str; 2], each: f64) {
+        let now = || {
+            let of_vm = |vm: &&str| {
+                let job = self.must(side, &format!("domjobinfo --rawstats {vm}"));
+                let mut fields = job.lines().filter_map(|line| line.split_once(": "));
+                let bytes = fields.find(|(field, _)| *field == "memory_processed");
+                let bytes: u64 = bytes.unwrap().1.trim().parse().unwrap();
+                (Instant::now(), bytes)
+            };
+            let [first, last] = vms.each_ref().map(of_vm);
+            [first, last, (Instant::now(), self.sent_bytes(side))]
+        };
+        let before = now();
+        // The measurement.
+        thread::sleep(Duration::from_secs(5));
+        let pairs = before.into_iter().zip(now());
+        let rates = pairs.map(|((began, before), (at, bytes))| {
+            (bytes - before) as f64 / f64::from(1 << 20) / (at - began).as_secs_f64()
+        });
+        let rates: Vec<f64> = rates.collect();
+        println!("{vms:?} and all of the host: {rates:.2?} MiB/s, of {each} for each VM");
+        for (rate, wanted) in rates.iter().zip([each, each, 2.0 * each]) {
+            assert!(
+                (rate - wanted).abs() <= 0.05 * wanted,
+                "{rates:?} of {wanted}"
+            );
+        }
+    }
+
     fn records(&self, from: Side) -> Vec<PathBuf> {
         let folder = self.scratch.join(from.name()).join("state/evacuate");
         let files = fs::read_dir(folder)
@@ -364,17 +405,24 @@ fn budgets_are_shared_and_limits_are_kept() {
     }
     let speed = |name: &str| scene.must(Side::A, &format!("migrate-getspeed {name}"));
     let unlimited = speed("db");
-    let run = scene.begin(Side::A, "--parallel 2 --outbound 8M --inbound 6M");
-    assert_eq!(run.wait_for("started")["vm"], "ci");
-    assert_eq!(run.wait_for("started")["vm"], "web");
-    let mut copying = HashSet::new();
-    while copying.len() < 2 {
-        copying.insert(copies(&run));
+    // The link carries 24 MiB/s.
+    scene.pair.link.set_rate(Some(200_000_000)).unwrap();
+    for (budgets, each) in [("--outbound 8M --inbound 6M", 3), ("--outbound 8M", 4)] {
+        let run = scene.begin(Side::A, &format!("--parallel 2 {budgets}"));
+        assert_eq!(run.wait_for("started")["vm"], "ci");
+        assert_eq!(run.wait_for("started")["vm"], "web");
+        let mut copying = HashSet::new();
+        while copying.len() < 2 {
+            copying.insert(copies(&run));
+        }
+        let each_text = each.to_string();
+        assert_eq!([speed("ci"), speed("web")], [each_text.clone(), each_text]);
+        scene.sends(Side::A, ["ci", "web"], f64::from(each));
+        run.signal("INT");
+        let (code, report) = run.ended();
+        assert_eq!(code, 4, "{report}");
     }
-    assert_eq!((&*speed("ci"), &*speed("web")), ("3", "3"));
-    run.signal("INT");
-    let (code, report) = run.ended();
-    assert_eq!(code, 4, "{report}");
+    scene.pair.link.set_rate(None).unwrap();
 
     // If a VM exceeds the time limit, its migration is cancelled, or, with `--on-time-limit pause`,
     // the VM is paused until it has moved. When only one VM is left, its rate changes. Afterwards
