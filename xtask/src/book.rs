@@ -29,7 +29,8 @@ pub(crate) fn command() -> Result<ExitCode> {
     let mut pages = Pages::default();
     for file in files {
         if file.extension().is_some_and(|extension| extension == "md") {
-            let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+            let text = fs::read_to_string(&file)
+                .with_context(|| format!("cannot read {}", file.display()))?;
             let text = included(&file, &text)?;
             pages.add(&normal(&file), &text);
         }

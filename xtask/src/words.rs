@@ -84,7 +84,8 @@ pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
     }
     let mut hits = 0;
     for file in &files {
-        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        let text =
+            fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         for hit in list.search(&text, has_extension(file, &SOURCES)) {
             hits += 1;
             let (
@@ -113,7 +114,8 @@ fn has_extension(path: &Path, extensions: &[&str]) -> bool {
 
 /// Adds the sources and texts at or under `path`, in order.
 pub(crate) fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let metadata = fs::metadata(path).with_context(|| path.display().to_string())?;
+    let metadata =
+        fs::metadata(path).with_context(|| format!("cannot examine {}", path.display()))?;
     if metadata.is_file() {
         files.push(path.to_owned());
         return Ok(());

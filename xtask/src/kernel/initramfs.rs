@@ -85,7 +85,8 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
         let program = program::build_library_tests(&name)?;
         archive.program(format!("usr/bin/{name}"), program);
     }
-    fs::write(target, archive.finish()?).with_context(|| target.display().to_string())?;
+    fs::write(target, archive.finish()?)
+        .with_context(|| format!("cannot write {}", target.display()))?;
     if stripped.exists() {
         fs::remove_file(stripped)?;
     }

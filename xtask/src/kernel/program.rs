@@ -75,7 +75,9 @@ impl Needs {
 pub fn list() -> Result<Vec<(String, String)>> {
     let folder = workspace().join("tests/kernel/src/bin");
     let mut found = Vec::new();
-    for entry in fs::read_dir(&folder).with_context(|| folder.display().to_string())? {
+    for entry in
+        fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?
+    {
         let path = entry?.path();
         if path.extension().is_none_or(|kind| kind != "rs") {
             continue;
@@ -219,7 +221,7 @@ exec \"$@\"
         return Ok(path);
     }
     let aside = path.with_extension("unfinished");
-    fs::write(&aside, SCRIPT).with_context(|| aside.display().to_string())?;
+    fs::write(&aside, SCRIPT).with_context(|| format!("cannot write {}", aside.display()))?;
     fs::set_permissions(&aside, Permissions::from_mode(0o755))?;
     fs::rename(&aside, &path)?;
     Ok(path)

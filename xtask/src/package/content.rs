@@ -110,7 +110,9 @@ impl Parts<'_> {
     /// Copies the pages of a folder and of its subfolders.
     fn pages_in(&self, tree: &Tree, folder: &Path, place: &str) -> Result<()> {
         let from = self.source.join(folder);
-        for entry in fs::read_dir(&from).with_context(|| from.display().to_string())? {
+        for entry in
+            fs::read_dir(&from).with_context(|| format!("cannot read {}", from.display()))?
+        {
             let path = entry?.path();
             let name = name(&path);
             let inner = folder.join(&name);

@@ -75,7 +75,10 @@ pub fn of_the_command() -> Result<String> {
         }
         let name = format!("{} {}", package.name, package.version);
         let licence = package.license.as_deref();
-        list += &format!("{name}: {}\n", licence.with_context(|| name.clone())?);
+        list += &format!(
+            "{name}: {}\n",
+            licence.with_context(|| format!("the manifest of {name} names no licence"))?
+        );
         let folder = package
             .manifest_path
             .parent()

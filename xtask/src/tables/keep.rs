@@ -49,7 +49,7 @@ pub(crate) fn command(options: &KeepOptions) -> Result<ExitCode> {
     };
     let text = file(run, &lines)?;
     let path = kept::path(&options.name);
-    fs::write(&path, text).with_context(|| path.clone())?;
+    fs::write(&path, text).with_context(|| format!("cannot write {path}"))?;
     println!("{path} is written; `cargo xtask tables` updates the pages");
     Ok(ExitCode::SUCCESS)
 }

@@ -73,7 +73,8 @@ impl Kept {
     /// Reads the file with this name in the folder of the workspace at `root`.
     pub(super) fn read(root: &Path, name: &str) -> Result<Self> {
         let path = path(name);
-        let text = fs::read_to_string(root.join(&path)).with_context(|| path.clone())?;
+        let text =
+            fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
         Self::parse(name, &text)
     }
 

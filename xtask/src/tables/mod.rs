@@ -46,14 +46,15 @@ pub(crate) fn command(options: &TablesOptions) -> Result<ExitCode> {
     let root = Path::new(".");
     let mut outdated = 0;
     for page in pages() {
-        let text = fs::read_to_string(root.join(page)).with_context(|| page.to_owned())?;
+        let text =
+            fs::read_to_string(root.join(page)).with_context(|| format!("cannot read {page}"))?;
         let (new, differences) = updated(root, page, &text)?;
         outdated += differences.len();
         for difference in &differences {
             print!("{difference}");
         }
         if new != text && !options.check {
-            fs::write(root.join(page), new).with_context(|| page.to_owned())?;
+            fs::write(root.join(page), new).with_context(|| format!("cannot write {page}"))?;
         }
     }
     println!("{outdated} of {} tables changed", TABLES.len());

@@ -24,9 +24,11 @@ pub struct ReportOptions {
 /// Writes the page.
 pub(crate) fn command(options: &ReportOptions) -> Result<ExitCode> {
     let path = options.results.display().to_string();
-    let text = fs::read_to_string(&options.results).with_context(|| path.clone())?;
+    let text =
+        fs::read_to_string(&options.results).with_context(|| format!("cannot read {path}"))?;
     let page = page(&path, &text)?;
-    fs::write(&options.file, page).with_context(|| options.file.display().to_string())?;
+    fs::write(&options.file, page)
+        .with_context(|| format!("cannot write {}", options.file.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 
