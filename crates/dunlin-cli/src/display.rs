@@ -155,16 +155,16 @@ fn table(moved: &MovedLine) -> String {
     if let Some(guest) = downtime.guest_ms {
         row("downtime, seen by guest", format!("{guest:.1} ms"));
     }
-    let checks = match moved.digests_equal {
-        Some(_) => "  load, compare digests",
-        None => "  load",
+    let ready = match moved.digests_equal {
+        Some(_) => "  ready, with digests",
+        None => "  ready",
     };
     for (stage, ms) in [
         ("downtime, seen by source", downtime.total_ms),
         ("  pause", downtime.pause_ms),
         ("  last pages", downtime.last_pages_ms),
         ("  state (meanwhile)", downtime.state_ms),
-        (checks, downtime.ready_ms),
+        (ready, downtime.ready_ms),
         ("  resume", downtime.resume_ms),
     ] {
         row(stage, format!("{ms:.1} ms"));

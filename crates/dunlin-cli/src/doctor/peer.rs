@@ -181,7 +181,7 @@ fn judge(answers: &Answers) -> Vec<Verdict> {
     all.push(Verdict::ok(
         "peer.records",
         text(&report.records),
-        text(&report.why),
+        format!("at the peer: {}", text(&report.why)),
     ));
     all.push(Verdict::ok(
         "peer.library",

@@ -207,7 +207,7 @@ function updateSession(card, session) {
   const pairs = migration.phase ? [["for", time(migration.seconds)]] : [];
   if (progress) {
     pairs.push(["rate", rate(progress.bytes_per_s)], ["remaining", bytes(progress.remaining_bytes)],
-      ["dirty", rate(progress.dirty_pages_per_s * 4096)], ["iteration", String(progress.iteration)],
+      ["dirty", progress.iteration > 1 ? rate(progress.dirty_pages_per_s * 4096) : "unknown"], ["iteration", String(progress.iteration)],
       ["downtime now", progress.predicted_downtime_ms ? time(progress.predicted_downtime_ms / 1e3) : "unknown"]);
   } else if (session.live) pairs.push(["memory", bytes(session.live.memory_bytes)]);
   if (migration.throttle) pairs.push(["slowed by", `${migration.throttle} %`]);
@@ -278,7 +278,7 @@ function updateTunnel(card, tunnel) {
         sample(`${of} ${route.route} in`, route.written_bytes_per_s)], "Sent and received", rate);
     }],
     ["Total", true, (route) => `${bytes(route.read_bytes)} / ${bytes(route.written_bytes)}`],
-    ["Ended", true, (route) => `${route.closed + route.left_unread}${route.failed ? `, ${route.failed} failed` : ""}`],
+    ["Ended", true, (route) => `${route.closed + route.left_unread + route.failed}${route.failed ? ` (${route.failed} failed)` : ""}`],
   ], tunnel.routes, (route) => route.route);
   card.children[2].hidden = tunnel.peers.length === 0;
   table(card.children[2], `Peers of ${tunnel.name}, and the shares of their lanes in the bytes of the last second`, [
