@@ -295,8 +295,8 @@ pub fn own_user() -> u32 {
 pub enum Accepted<T> {
     /// A connection.
     Connection(T),
-    /// No connection was waiting, the waiting connection had already ended, or a signal interrupted
-    /// the call. Wait for the listener again.
+    /// No connection was waiting, the waiting connection had already ended or has an error of the
+    /// network, or a signal interrupted the call. Wait for the listener again.
     Nothing,
     /// Descriptors or memory ran out. Clients can cause this, so the shortage must not stop a
     /// listener (invariant I7).
@@ -311,6 +311,17 @@ impl<T> From<io::Result<T>> for Accepted<T> {
             Ok(connection) => Self::Connection(connection),
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::ECONNABORTED | libc::EINTR) => Self::Nothing,
+                // Errors of the new connection (accept(2), "Error handling").
+                Some(
+                    libc::ENETDOWN
+                    | libc::EPROTO
+                    | libc::ENOPROTOOPT
+                    | libc::EHOSTDOWN
+                    | libc::ENONET
+                    | libc::EHOSTUNREACH
+                    | libc::EOPNOTSUPP
+                    | libc::ENETUNREACH,
+                ) => Self::Nothing,
                 Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS) => {
                     Self::Shortage(error)
                 }
@@ -367,7 +378,18 @@ mod tests {
     #[test]
     fn i7_only_an_error_of_the_listener_itself_is_a_failure() {
         let of = |error| Accepted::<()>::from(Err(io::Error::from_raw_os_error(error)));
-        for passing in [libc::EAGAIN, libc::ECONNABORTED, libc::EINTR] {
+        let passing = [libc::EAGAIN, libc::ECONNABORTED, libc::EINTR];
+        let of_the_network = [
+            libc::ENETDOWN,
+            libc::EPROTO,
+            libc::ENOPROTOOPT,
+            libc::EHOSTDOWN,
+            libc::ENONET,
+            libc::EHOSTUNREACH,
+            libc::EOPNOTSUPP,
+            libc::ENETUNREACH,
+        ];
+        for passing in passing.into_iter().chain(of_the_network) {
             assert!(matches!(of(passing), Accepted::Nothing), "{passing}");
         }
         for short in [libc::ENOMEM, libc::ENFILE, libc::EMFILE, libc::ENOBUFS] {
