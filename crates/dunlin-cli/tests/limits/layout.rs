@@ -209,7 +209,7 @@ fn i7_a_peers_text_neither_controls_a_terminal_nor_imitates_our_lines() {
         };
         assert_says(
             &said,
-            &[r"\u{1b}[2J\u{9b}31m\r\nmoved\u{202e} (description-refused"],
+            &[r"the destination reports: \u{1b}[2J\u{9b}31m\r\nmoved\u{202e} (description-refused"],
         );
     }
     hosts.assert_runs(&source);

@@ -98,7 +98,7 @@ mod tests {
     use dunlin_lane::record::Alert;
 
     use super::*;
-    use crate::engine::journal::JournalError;
+    use crate::engine::journal::{JournalError, Role};
     use crate::engine::source::ResolveError;
 
     fn errno(number: i32) -> io::Error {
@@ -148,7 +148,7 @@ mod tests {
         }
         // A fault that the peer reports keeps its code. The party at fault is converted to this
         // side's view: what is local to the peer is `AtFault::Peer` here.
-        let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
+        let reported = Fault::from_peer(Role::Destination, FaultCode::DescriptorLimit, "none left");
         assert_eq!(
             reported.into_error(VmIs::AtSource).at_fault(),
             AtFault::Peer
@@ -183,13 +183,13 @@ mod tests {
     }
 
     #[test]
-    fn i7_control_characters_in_a_peers_text_are_escaped() {
+    fn i7_a_peers_text_is_marked_as_its_own_and_its_control_characters_are_escaped() {
         let text = "\u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} \u{e9}";
-        let fault = Fault::from_peer(FaultCode::Internal, text.into());
+        let fault = Fault::from_peer(Role::Destination, FaultCode::Internal, text);
         let said = fault.into_error(VmIs::AtSource).to_string();
         assert!(!said.contains(dunlin_proto::text::is_harmful), "{said:?}");
         let spelled = concat!(
-            r"\u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} ",
+            r"the destination reports: \u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} ",
             "\u{e9} (internal"
         );
         assert!(said.starts_with(spelled), "{said}");

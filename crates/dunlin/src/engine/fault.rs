@@ -7,6 +7,8 @@ use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::text::{harmless, with_causes};
 
+use super::journal::Role;
+
 /// Where the VM is after a failed migration, and what its VMM has to do. The destination
 /// reports [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`] as far as it
 /// can tell; it has discarded its copy and has nothing to do.
@@ -61,12 +63,13 @@ impl Fault {
         Self::new(FaultCode::Cancelled, "cancelled by the operator")
     }
 
-    /// A fault that the peer reports.
-    pub(crate) fn from_peer(code: FaultCode, text: String) -> Self {
+    /// A fault that the peer, whose role is `peer`, reports. The text names the peer, because a
+    /// malicious peer may send any text.
+    pub(crate) fn from_peer(peer: Role, code: FaultCode, text: &str) -> Self {
         Self {
             code,
             at_fault: seen_by_peer(code.at_fault()),
-            what: harmless(&text),
+            what: format!("the {} reports: {}", peer.name(), harmless(text)),
             source: None,
             from_peer: true,
         }

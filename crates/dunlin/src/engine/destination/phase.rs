@@ -14,6 +14,7 @@ use dunlin_proto::switchover::{Destination, DestinationAction as Do, Destination
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
+use super::super::journal::Role;
 use super::arriving::{Arriving, Link, Reached};
 use super::event::SessionEvent;
 use super::received::DestinationEvent;
@@ -129,7 +130,9 @@ pub(super) fn next_event<'a>(
     match event {
         SessionEvent::Control(_, FromPeer::Lost(fault)) => arriving.control_lost(fault)?,
         SessionEvent::Control(_, FromPeer::Message(message)) => match message {
-            Message::Cancel { fault, text } => return Err(Fault::from_peer(fault, text)),
+            Message::Cancel { fault, text } => {
+                return Err(Fault::from_peer(Role::Source, fault, &text));
+            }
             Message::Inquire { attempt } => inquired(phase, attempt)?,
             Message::Fence { lane } => arriving.fence(lane)?,
             message => {

@@ -143,7 +143,9 @@ impl<'a> Describing<'a> {
             match self.session.receive(Some(&self.control), Some(until))? {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Describe(described) => return Ok(described),
-                    Message::Cancel { fault, text } => return Err(Fault::from_peer(fault, text)),
+                    Message::Cancel { fault, text } => {
+                        return Err(Fault::from_peer(Role::Source, fault, &text));
+                    }
                     other => return Err(unexpected(&other, Role::Source)),
                 },
                 Some(SessionEvent::Control(_, FromPeer::Lost(fault))) => return Err(fault),

@@ -27,7 +27,7 @@ use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role, SessionJournal};
 use super::super::threads::CpuTime;
 use super::super::vmm::SourceVm;
-use super::control::{another_peer, open_control};
+use super::control::{another_peer, open_control, reported};
 use super::doubt::{Doubt, Inquiries, NO_RECORD, ResolveError, VERDICT_LIMIT};
 use super::options::Options;
 
@@ -212,7 +212,7 @@ impl Inquiry {
                     // inquiry.
                     Message::Running { .. } => return Ok(On::Running),
                     Message::Cancel { .. } => return Ok(On::PeerCancelled),
-                    Message::Refuse { fault, text } => return Err(Fault::from_peer(fault, text)),
+                    Message::Refuse { fault, text } => return Err(reported(fault, &text)),
                     // Ignore a message that the destination repeats for a source that continues the
                     // migration, and an answer about another attempt.
                     _ => {}

@@ -14,7 +14,7 @@ use dunlin_proto::text::harmless;
 
 use super::super::fault::{Fault, OrFault};
 use super::super::host::{Cancel, Host};
-use super::super::journal::RecordedPeer;
+use super::super::journal::{RecordedPeer, Role};
 
 /// Connects a control lane and negotiates the terms of `offer`. `cancel` aborts it at
 /// any point.
@@ -36,7 +36,7 @@ pub(super) fn open_control(
 fn not_opened(to: &str, error: OpenError) -> Fault {
     let mut fault = Fault::new(error.fault(), error.to_string());
     match error {
-        OpenError::Refused(refusal) => Fault::from_peer(refusal.fault, refusal.text),
+        OpenError::Refused(refusal) => reported(refusal.fault, &refusal.text),
         OpenError::Dial(DialError::Connect { source, .. }) => {
             // `InvalidInput` without an errno means a malformed address, which is not an error of
             // the network. An EINVAL from a socket call would carry an errno.
@@ -55,6 +55,11 @@ fn not_opened(to: &str, error: OpenError) -> Fault {
         OpenError::NotOffered(source) => fault.because(source),
         _ => fault,
     }
+}
+
+/// A fault that the destination reports.
+pub(super) fn reported(code: FaultCode, text: &str) -> Fault {
+    Fault::from_peer(Role::Destination, code, text)
 }
 
 /// The fault if a trusted host other than the session's destination `peer` answers.

@@ -20,7 +20,7 @@ use super::super::journal::Role;
 use super::super::lock;
 use super::super::report::Event;
 use super::super::threads::spawn_counted;
-use super::control::given_up;
+use super::control::{given_up, reported};
 use super::event::SessionEvent;
 use super::lane::{Lane, LaneTerms};
 use super::session::Session;
@@ -206,7 +206,7 @@ impl Transfer<'_> {
                 if !refused.map_err(wrong_report)? {
                     return Ok(true);
                 }
-                let fault = Fault::from_peer(*fault, format!("lane {lane} was refused: {text}"));
+                let fault = reported(*fault, &format!("lane {lane} was refused: {text}"));
                 // A destination that refuses one of the first lanes would refuse the others too.
                 // The exception is a refusal because of the destination's lane limit.
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {

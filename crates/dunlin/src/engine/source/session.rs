@@ -23,7 +23,7 @@ use super::super::journal::SessionJournal;
 use super::super::report::Event;
 use super::super::threads::CpuTime;
 use super::super::vmm::{GuestMemory, SourceVm};
-use super::control::{another_peer, open_control};
+use super::control::{another_peer, open_control, reported};
 use super::event::SessionEvent;
 use super::lane::LaneTerms;
 use super::options::Options;
@@ -88,13 +88,13 @@ impl Session<'_> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),
             SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
-                Err(Fault::from_peer(fault, text))
+                Err(reported(fault, &text))
             }
             // The destination may refuse only before *commit*.
             SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
                 if self.state.may_cancel() =>
             {
-                Err(Fault::from_peer(fault, text))
+                Err(reported(fault, &text))
             }
             SessionEvent::Cancelled if !self.state.may_cancel() => {
                 self.warn("too late to cancel: the destination owns the VM".into());
@@ -134,7 +134,7 @@ impl Session<'_> {
                     FromPeer::Message(
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
-                ) => return Some(Fault::from_peer(fault, text)),
+                ) => return Some(reported(fault, &text)),
                 // The peer sends its reason before it closes the control lane, so no reason will
                 // follow.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
@@ -161,6 +161,11 @@ impl Session<'_> {
 
     /// Opens another control lane to the session's destination. Raises the epoch first,
     /// because the previous attempt may have reached the destination.
+    ///
+    /// An epoch that cannot be recorded is not an error, because *commit* needs a record anyway, and
+    /// after *commit* only an answer resolves the doubt. A process that continues this session may
+    /// then ask with an epoch that the destination has seen. The destination refuses it, and accepts
+    /// a later attempt, because each attempt raises the epoch.
     pub(super) fn reopen_control(
         &mut self,
         cancel: Option<&Cancel>,
