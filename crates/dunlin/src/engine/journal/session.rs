@@ -220,13 +220,15 @@ impl SessionJournal {
     /// Records only the epoch of a new control lane.
     ///
     /// # Errors
-    /// Same as [`SessionJournal::write`].
+    /// Same as [`SessionJournal::write`]. The next record that can be written contains the epoch.
     pub fn write_epoch(&mut self, epoch: u32) -> Result<(), JournalError> {
         let record = Record {
             epoch,
             ..self.record.clone()
         };
-        self.overwrite(record)
+        let written = self.overwrite(record);
+        self.record.epoch = epoch;
+        written
     }
 
     fn overwrite(&mut self, mut record: Record) -> Result<(), JournalError> {

@@ -125,7 +125,7 @@ fn i1_a_failed_write_keeps_the_previous_record() {
     let directory = scratch.join("journal");
     // Write 0 allocates the file, and write 1 records *prepared*. Both succeed.
     let disk = FailingDisk {
-        fail_writes: vec![2, 3],
+        fail_writes: vec![2, 3, 4, 5],
         ..FailingDisk::default()
     };
     let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
@@ -136,12 +136,20 @@ fn i1_a_failed_write_keeps_the_previous_record() {
         assert!(error.to_string().contains("free space"), "{error}");
         assert_eq!(session.record().state, PREPARED);
     }
+    assert!(session.write_epoch(7).is_err());
     drop(session);
     let mut session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
     assert_eq!(session.record().state, PREPARED);
+    assert_eq!(session.record().epoch, 1);
+    assert!(session.write_epoch(8).is_err());
+    // The next record contains the epoch that could not be recorded.
     session.write(ABORTED).unwrap();
     drop(session);
-    assert_eq!(state_of(&journal), ABORTED);
+    let session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
+    assert_eq!(
+        (session.record().state, session.record().epoch),
+        (ABORTED, 8)
+    );
 }
 
 /// A failed sync may have written the record, so the retry must not use the other slot.
