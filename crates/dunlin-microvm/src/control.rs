@@ -87,7 +87,8 @@ impl fmt::Display for Stop {
             expected,
             found,
         } = self;
-        let address = frame * PAGE_BYTES;
+        // The guest writes the report, so the frame may be any number.
+        let address = frame.wrapping_mul(PAGE_BYTES);
         match code {
             StopCode::WrongPass => write!(
                 formatter,

@@ -103,13 +103,13 @@ impl Shared {
     /// Number of visits by all threads.
     pub(crate) fn visits(&self) -> u64 {
         let visits = |visitor: &Visitor| visitor.visits.load(Ordering::Relaxed);
-        self.visitors.iter().map(visits).sum()
+        self.visitors.iter().map(visits).fold(0, u64::wrapping_add)
     }
 
     /// Number of beats by all threads.
     pub(crate) fn beats(&self) -> u64 {
         let beats = |visitor: &Visitor| visitor.beats.load(Ordering::Relaxed);
-        self.visitors.iter().map(beats).sum()
+        self.visitors.iter().map(beats).fold(0, u64::wrapping_add)
     }
 
     /// The number of complete passes over all pages: the lowest number of passes of any thread over

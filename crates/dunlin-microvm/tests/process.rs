@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dunlin_microvm::{
     Backing, Config, ControlError, DecodeError, DecodeReason, Fill, GuestKind, LoadError, Section,
-    StopCode, Vm, VmState, WORKLOAD_START, Workload,
+    Stop, StopCode, Vm, VmState, WORKLOAD_START, Workload,
 };
 use dunlin_test_base::huge_pages::HugePages;
 use support::moves::{Tls, movable, relocate, verified};
@@ -303,4 +303,40 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
     assert!(matches!(error, LoadError::Missing { .. }), "{error:?}");
     let error = load(&|sections| sections[visitor].name = "vcpu.lapic".into()).unwrap_err();
     assert!(matches!(error, LoadError::Unknown { .. }), "{error:?}");
+}
+
+/// The numbers that a guest and a source report are displayed, whatever they are.
+#[test]
+fn i7_counters_and_reports_may_have_any_value() {
+    let _turn = turn();
+    let source = running(process());
+    wait_for(&source, "visits", |vm| vm.stats().pages_checked > 0);
+    source.pause().unwrap();
+    let mut sections = source.save().unwrap();
+    let of_threads = |section: &&mut Section| section.name == "visitor";
+    for section in sections.iter_mut().filter(of_threads) {
+        // The numbers of visits and beats.
+        section.bytes[..16].fill(0xff);
+    }
+    let destination = built(source.description());
+    copy_pages(&source, &destination, None);
+    destination.load(&sections).unwrap();
+    let threads = u64::from(destination.config().vcpus);
+    assert!(threads > 1);
+    let stats = destination.stats();
+    assert_eq!(
+        (stats.pages_checked, stats.beats),
+        (threads.wrapping_neg(), threads.wrapping_neg())
+    );
+    let report = Stop {
+        vcpu: 0,
+        code: StopCode::WrongContent,
+        frame: u64::MAX,
+        expected: 0,
+        found: 0,
+    };
+    assert!(
+        report.to_string().contains("0xfffffffffffff000"),
+        "{report}"
+    );
 }

@@ -77,13 +77,13 @@ pub enum LoadError {
         source: io::Error,
     },
     /// KVM rejected an MSR.
-    #[error("KVM rejected the value {value:#x} for MSR {index:#x} of vCPU {instance}")]
+    #[error("KVM rejected the value of MSR {index:#x} of vCPU {instance}")]
     Msr {
         /// The vCPU's number.
         instance: u32,
         /// The MSR's index.
         index: u32,
-        /// The MSR's value at the source.
+        /// The MSR's value at the source. The text omits it, because it is the guest's.
         value: u64,
     },
     /// KVM on this host cannot offset the guest's TSC, and without an offset the TSC would go
