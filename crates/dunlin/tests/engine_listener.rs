@@ -4,7 +4,7 @@
 
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -142,6 +142,23 @@ fn i2_i7_an_offer_beyond_the_maximum_is_refused_and_its_vm_stays() {
     }
 }
 
+/// Calls `work`, and cancels it at the limit.
+fn within_the_limit<R>(work: impl FnOnce(&Cancel) -> R) -> R {
+    let cancel = Cancel::new();
+    let (done, waits) = channel::<()>();
+    thread::scope(|scope| {
+        let at_limit = &cancel;
+        scope.spawn(move || {
+            if waits.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+                at_limit.cancel();
+            }
+        });
+        let result = work(&cancel);
+        drop(done);
+        result
+    })
+}
+
 /// One `Listener` value serves one session after another. An offer that arrives between two
 /// sessions waits for the next session; until then, further offers are refused.
 #[test]
@@ -162,7 +179,7 @@ fn i2_one_value_serves_one_session_after_another() {
             ..TestBuilder::default()
         };
         let ignored = |_: &DestinationEvent| ();
-        let received = shared.receive(&mut builder, &ignored, &Cancel::new());
+        let received = within_the_limit(|cancel| shared.receive(&mut builder, &ignored, cancel));
         (received, builder)
     };
     let waited = thread::spawn(move || {
