@@ -283,8 +283,11 @@ fn plain_lanes_need_both_sides_and_then_work() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
-    let destination = hosts.receive("b", "2", "--allow-plain");
     let flags = "--json --peer b.test --security plain";
+    let refuses = hosts.receive("b", "refuses", "");
+    let failed = finish(hosts.migrate(&source, &refuses, "a", flags)).expect(1);
+    assert_at_source(&failed.last(), "security-not-agreed", "configuration");
+    let destination = hosts.receive("b", "2", "--allow-plain");
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
     assert_eq!(done.last()["security"], "plain");
 }

@@ -17,39 +17,60 @@ use vm_memory::{Bytes, GuestAddress};
 
 const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
 
+/// Moves a VM that has [`CANARY`] in 64 pages and `uuid` as its UUID. Returns the bytes of all its
+/// connections.
+fn recorded(security: LaneSecurity, uuid: [u8; 16]) -> Vec<u8> {
+    let (client, server) = tls();
+    let options = destination::Options::builder()
+        .allow_plain(true)
+        .build()
+        .unwrap();
+    let receiving = Receiving::start(&server, &options, TestBuilder::default());
+    let proxy = Proxy::start(receiving.address);
+    proxy.record();
+    let vm = TestVm::new(4 << 20);
+    *vm.uuid.lock().unwrap() = uuid;
+    vm.fill(1 << 20);
+    for page in 0..64 {
+        vm.memory
+            .write_slice(CANARY, GuestAddress(page * 4096 + 100))
+            .unwrap();
+    }
+    let options = verified(2).to_builder().security(security).build().unwrap();
+    let to = proxy.address.to_string();
+    let (result, _) = send(&vm, &to, &client, &options, &Cancel::new());
+    assert_eq!(result.unwrap().digests_equal, Some(true));
+    receiving.finish(false).0.unwrap();
+    let seen = proxy.recorded();
+    assert!(seen.len() > 1 << 20);
+    seen
+}
+
+fn occurrences(seen: &[u8], wanted: &[u8]) -> usize {
+    let parts = seen.windows(wanted.len());
+    parts.filter(|part| *part == wanted).count()
+}
+
 /// Claim N1 of docs/security.
 #[test]
 fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
-    let (client, server) = tls();
     for security in [LaneSecurity::Tls, LaneSecurity::Plain] {
-        let options = destination::Options::builder()
-            .allow_plain(true)
-            .build()
-            .unwrap();
-        let receiving = Receiving::start(&server, &options, TestBuilder::default());
-        let proxy = Proxy::start(receiving.address);
-        proxy.record();
-        let vm = TestVm::new(4 << 20);
-        vm.fill(1 << 20);
-        for page in 0..64 {
-            vm.memory
-                .write_slice(CANARY, GuestAddress(page * 4096 + 100))
-                .unwrap();
-        }
-        let options = verified(2).to_builder().security(security).build().unwrap();
-        let to = proxy.address.to_string();
-        let (result, _) = send(&vm, &to, &client, &options, &Cancel::new());
-        assert_eq!(result.unwrap().digests_equal, Some(true));
-        receiving.finish(false).0.unwrap();
-        let seen = proxy.recorded();
-        assert!(seen.len() > 1 << 20);
+        let seen = recorded(security, [7; 16]);
         // Check the search itself: with plain lanes it must find the content.
-        let found = seen
-            .windows(CANARY.len())
-            .filter(|part| part == CANARY)
-            .count();
-        assert_eq!(found, if security == LaneSecurity::Tls { 0 } else { 64 });
+        let expected = if security == LaneSecurity::Tls { 0 } else { 64 };
+        assert_eq!(occurrences(&seen, CANARY), expected);
     }
+}
+
+/// The UUID is in the description, which the source sends on the control lane.
+///
+/// Claim N14 of docs/security.
+#[test]
+fn i6_the_control_lane_of_plain_lanes_is_not_plain() {
+    let uuid = *b"UUID of a new VM";
+    let seen = recorded(LaneSecurity::Plain, uuid);
+    assert_eq!(occurrences(&seen, CANARY), 64);
+    assert_eq!(occurrences(&seen, &uuid), 0);
 }
 
 #[test]
