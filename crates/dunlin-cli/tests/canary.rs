@@ -1,8 +1,8 @@
 //! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
 //! journals, status or errors.
 //! The canaries are bytes that the test writes into a guest's memory, and the secret number and a
-//! line of each key's file. The test searches for parts of each, raw and in hexadecimal, decimal
-//! and base64.
+//! line of each key's file. The test searches for parts of each, raw, in base64, and as integers of
+//! one to eight bytes in hexadecimal and decimal.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -28,6 +28,13 @@ const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
 
+/// Length in bytes of the parts of a canary for which the test searches as integers of more than one
+/// byte.
+const WORDS_BYTES: usize = 8;
+
+/// What may separate two integers: the formats of Rust's `Debug`, and what programs print.
+const SEPARATORS: [&str; 8] = ["", ":", " ", ", ", ",", ", 0x", " 0x", ",\n    "];
+
 /// A secret that must appear nowhere.
 struct Canary {
     name: String,
@@ -40,12 +47,17 @@ impl Canary {
         let mut needles = Vec::new();
         for part in self.bytes.windows(PART_BYTES) {
             needles.push(part.to_vec());
-            for separator in ["", ":", " ", ", "] {
+            needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
+            for separator in SEPARATORS {
                 needles.push(joined(part, separator, |byte| format!("{byte:02x}")));
                 needles.push(joined(part, separator, |byte| format!("{byte:02X}")));
+                needles.push(joined(part, separator, u8::to_string));
             }
-            needles.push(joined(part, ", ", |byte| byte.to_string()));
-            needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
+        }
+        for part in self.bytes.windows(WORDS_BYTES) {
+            for bytes in [2, 4, 8] {
+                needles.extend(as_words(part, bytes));
+            }
         }
         // Base64 encodes groups of three bytes, and a part can begin at any byte of a group, so
         // encode from three offsets. Twelve characters stand for nine bytes.
@@ -64,20 +76,62 @@ impl Canary {
         needles
     }
 
-    fn is_in(&self, text: &[u8]) -> Option<Vec<u8>> {
+    fn search(&self) -> Search {
         // Index the needles by their first two bytes, because there are many needles.
         let mut starts = vec![Vec::new(); 1 << 16];
         for needle in self.needles() {
             starts[usize::from(needle[0]) << 8 | usize::from(needle[1])].push(needle);
         }
+        Search(starts)
+    }
+}
+
+/// The needles of a canary, by their first two bytes.
+struct Search(Vec<Vec<Vec<u8>>>);
+
+impl Search {
+    /// A needle that is in `text`.
+    fn find(&self, text: &[u8]) -> Option<&[u8]> {
         (0..text.len().saturating_sub(1)).find_map(|at| {
             let start = usize::from(text[at]) << 8 | usize::from(text[at + 1]);
-            let found = starts[start]
-                .iter()
-                .find(|needle| text[at..].starts_with(needle));
-            found.cloned()
+            let mut needles = self.0[start].iter();
+            needles
+                .find(|needle| text[at..].starts_with(needle))
+                .map(Vec::as_slice)
         })
     }
+}
+
+/// The text of `part` as integers of `bytes` bytes, in both byte orders and all formats.
+fn as_words(part: &[u8], bytes: usize) -> Vec<Vec<u8>> {
+    let little = |word: &[u8]| {
+        word.iter()
+            .rev()
+            .fold(0, |all, byte| all << 8 | u64::from(*byte))
+    };
+    let big = |word: &[u8]| word.iter().fold(0, |all, byte| all << 8 | u64::from(*byte));
+    let digits = 2 * bytes;
+    let unused = 64 - 8 * bytes;
+    let formats: [&dyn Fn(u64) -> String; 6] = [
+        &|word| format!("{word:0digits$x}"),
+        &|word| format!("{word:0digits$X}"),
+        &|word| format!("{word:x}"),
+        &|word| format!("{word:X}"),
+        &|word| word.to_string(),
+        &|word| ((word << unused).cast_signed() >> unused).to_string(),
+    ];
+    let mut texts = Vec::new();
+    let orders: [&dyn Fn(&[u8]) -> u64; 2] = [&little, &big];
+    for order in orders {
+        let words: Vec<u64> = part.chunks(bytes).map(order).collect();
+        for format in formats {
+            for separator in SEPARATORS {
+                let all: Vec<_> = words.iter().map(|word| format(*word)).collect();
+                texts.push(all.join(separator).into_bytes());
+            }
+        }
+    }
+    texts
 }
 
 fn joined(bytes: &[u8], separator: &str, write: impl Fn(&u8) -> String) -> Vec<u8> {
@@ -332,7 +386,9 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     assert_eq!(scene.run(cancel), 0);
     assert_eq!(under_way.code(), 4);
 
-    let verified = format!("{b} --verify --lanes 3");
+    // The timeline contains what the process logs.
+    let timeline = scene.output.join(format!("{}.timeline", scene.said));
+    let verified = format!("{b} --verify --lanes 3 --timeline {}", timeline.display());
     assert_eq!(scene.migrate("one", &to, "a", &verified).code(), 0);
     destination.wait_for("two/vm.sock");
     let (memory, start) = destination.memory();
@@ -392,12 +448,13 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     println!("{} files of {bytes} bytes", everything.len());
     assert!(everything.len() > 40 && bytes > 10_000);
     for canary in &canaries {
+        let search = canary.search();
         for (path, content) in &everything {
-            let found = canary.is_in(content);
+            let found = search.find(content);
             assert!(
                 found.is_none(),
                 "{} of {} is in {}",
-                String::from_utf8_lossy(&found.unwrap_or_default()),
+                String::from_utf8_lossy(found.unwrap_or_default()),
                 canary.name,
                 path.display()
             );
@@ -412,18 +469,35 @@ fn a_canary_is_found_in_every_encoding() {
         name: String::new(),
         bytes: random(32),
     };
+    let search = canary.search();
     let part = &canary.bytes[7..23];
     let upper = joined(part, "", |byte| format!("{byte:02X}"));
+    let shorts: Vec<_> = part
+        .chunks(2)
+        .map(|two| u16::from_be_bytes(two.try_into().unwrap()))
+        .collect();
+    let ints: Vec<_> = part
+        .chunks(4)
+        .map(|four| i32::from_le_bytes(four.try_into().unwrap()))
+        .collect();
+    let long = u64::from_le_bytes(part[..8].try_into().unwrap());
     for written in [
         part.to_vec(),
         upper,
         format!("{part:?}").into_bytes(),
         format!("{part:02x?}").into_bytes(),
+        format!("{part:#?}").into_bytes(),
         base64(part),
         [&b"xx"[..], &base64(&canary.bytes[1..])].concat(),
+        format!("{shorts:?}").into_bytes(),
+        format!("{ints:?}").into_bytes(),
+        format!("{ints:02x?}").into_bytes(),
+        format!("{ints:#?}").into_bytes(),
+        format!("{long}").into_bytes(),
+        format!("{long:#018x}").into_bytes(),
     ] {
         let text = [&b"before "[..], &written, b" after"].concat();
-        assert!(canary.is_in(&text).is_some(), "{text:?}");
+        assert!(search.find(&text).is_some(), "{text:?}");
     }
-    assert!(canary.is_in(&random(4096)).is_none());
+    assert!(search.find(&random(4096)).is_none());
 }
