@@ -79,15 +79,37 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
     accept.settles(before);
 }
 
-/// The number of times that a thread of the process has waited (proc_pid_status(5)).
-fn waits(accept: &Accept, thread: &str) -> u64 {
-    let tasks = fs::read_dir(format!("/proc/{}/task", accept.process.child.id())).unwrap();
-    let mut tasks = tasks.map(|task| task.unwrap().path());
-    let is_it = |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap().trim() == thread;
-    let status = fs::read_to_string(tasks.find(is_it).unwrap().join("status")).unwrap();
-    let mut lines = status.lines();
-    let waits = lines.find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-    waits.unwrap().trim().parse().unwrap()
+/// A thread of the process, by its name.
+struct Task(PathBuf);
+
+impl Task {
+    fn of(accept: &Accept, thread: &str) -> Self {
+        let tasks = fs::read_dir(format!("/proc/{}/task", accept.process.child.id())).unwrap();
+        let mut tasks = tasks.map(|task| task.unwrap().path());
+        let is_it =
+            |task: &PathBuf| fs::read_to_string(task.join("comm")).unwrap().trim() == thread;
+        Self(tasks.find(is_it).unwrap())
+    }
+
+    /// The value of a field of proc_pid_status(5).
+    fn field(&self, name: &str) -> String {
+        let status = fs::read_to_string(self.0.join("status")).unwrap();
+        let mut lines = status.lines();
+        let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        value.unwrap().trim().to_owned()
+    }
+
+    /// The number of times that the thread has waited.
+    fn waits(&self) -> u64 {
+        self.field("voluntary_ctxt_switches").parse().unwrap()
+    }
+
+    /// Returns when the thread waits. If a byte has woken it, it has then handled that byte.
+    fn settles(&self) {
+        while !self.field("State").starts_with('S') {
+            thread::yield_now();
+        }
+    }
 }
 
 /// A unit test of `accept::client` checks that the kernel does not report single bytes.
@@ -105,18 +127,21 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // `waits` finds the thread by its name, which the thread sets when it starts. Once a client has
-    // been served, the thread has started.
+    // The thread sets its name when it starts. Once a client has been served, it has started.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());
     drop(first);
-    let before = waits(&accept, "dunlin-accept");
+    let task = Task::of(&accept, "dunlin-accept");
+    let before = task.waits();
     let mut count = 0;
     for bytes in [&hello, &fine] {
         let mut near = accept.connect();
+        // Each byte must arrive alone.
+        near.set_nodelay(true).unwrap();
         for byte in bytes {
             near.write_all(&[*byte]).unwrap();
+            task.settles();
         }
         let mut far = scene.client_of_old();
         let mut came = vec![0; bytes.len()];
@@ -124,7 +149,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
         assert!(came == *bytes);
         count += bytes.len() as u64;
     }
-    let waits = waits(&accept, "dunlin-accept") - before;
+    let waits = task.waits() - before;
     println!("{waits} waits for {count} single bytes");
     assert!(2 * 2 * WAITS_A_CLIENT < count, "{count} bytes are too few");
     assert!(waits <= 2 * WAITS_A_CLIENT, "{waits}");
