@@ -20,7 +20,7 @@ const NEEDS: Needs = Needs {
     cpus: 3,
     packages: &["systemd", "util-linux", "nftables", "iproute2"],
     dunlin: true,
-    limit_seconds: 420,
+    limit_seconds: 600,
     under: Under::Newest,
     ..Needs::NOTHING
 };
@@ -98,6 +98,7 @@ fn main() -> ExitCode {
         assert_eq!(manager.show(TUNNEL, "NRestarts"), "0");
 
         libvirt_is_enabled_with_one_command(guest, &manager);
+        libvirt_is_enabled_over_unix_sockets(guest, &manager);
     })
 }
 
@@ -246,23 +247,14 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     guest.command("dunlin", &hosts);
     write("/etc/libvirt/qemu.conf", "user = \"hypervisor\"\n");
     let before = files(guest);
-    let _peer = peer(guest);
+    let _peer = peer(
+        guest,
+        "[redirect.libvirt]\nports = \"49152-49215\"\nusers = [\"root\"]\n\
+         peers = { \"192.0.2.1\" = \"a.test\" }\n",
+    );
 
     let own = guest.folder().join("made/a.test").display().to_string();
-    let words = ["libvirt", "enable", "--json", "--peer", "192.0.2.2=b.test"];
-    let said = manager.run(
-        "dunlin",
-        &[&words[..], &["--install-identity", &own]].concat(),
-    );
-    println!("{said}");
-    let steps: Vec<Value> = said
-        .lines()
-        .map(|line| serde_json::from_str(line).expect("JSON"))
-        .collect();
-    let steps: Vec<_> = steps
-        .iter()
-        .filter_map(|line| line["step"].as_str())
-        .collect();
+    let steps = enable(manager, &["--install-identity", &own]);
     // A second piece of advice would be about a peer that does not answer.
     assert_eq!(
         steps,
@@ -290,11 +282,7 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     let accept = || target.accept().expect("the peer's tunnel connects").0;
     both_ways(&near, |near| near.shutdown(Shutdown::Write), accept);
 
-    println!("{}", manager.run("dunlin", &["libvirt", "disable"]));
-    for unit in UNITS {
-        assert_eq!(manager.show(unit, "ActiveState"), "inactive", "{unit}");
-        assert_eq!(manager.show(unit, "UnitFileState"), "disabled", "{unit}");
-    }
+    disable(manager);
     assert_eq!(guest.output("nft", &["list", "ruleset"]), "");
     let reserved = fs::read_to_string("/proc/sys/net/ipv4/ip_local_reserved_ports");
     assert_eq!(reserved.expect("it exists").trim(), "");
@@ -303,6 +291,98 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
         left,
         ["ca-cert.pem", "cert.pem", "key.pem"].map(|file| format!("/etc/dunlin/{file}"))
     );
+}
+
+/// On the same host: `enable --sockets`. A leaving VM then has a socket of the tunnel, as `migrate`
+/// opens it, and the tunnel reaches the socket of an arriving VM, which belongs to QEMU's user. The
+/// directory of these sockets is there after a boot, too. `disable` leaves nothing.
+fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
+    const DIRECTORY: &str = "/run/dunlin/vm";
+    let before = files(guest);
+    fs::create_dir("/run/peer").expect("/run is writable");
+    let _peer = peer(
+        guest,
+        "[route.\"libvirt-b.test\"]\ntarget = \"unix:/run/peer/{vm}\"\nallow = [\"a.test\"]\n\
+         [route.\"libvirt-a.test\"]\nto = \"192.0.2.1:18300\"\npeers = [\"a.test\"]\n",
+    );
+    let steps = enable(manager, &["--sockets"]);
+    assert_eq!(steps, ["written", "directory", "unit", "advice"]);
+    let [rules, watch, tunnel] = UNITS;
+    for (unit, active, enabled) in [
+        (rules, "inactive", "disabled"),
+        (watch, "inactive", "disabled"),
+        (tunnel, "active", "enabled"),
+    ] {
+        assert_eq!(manager.show(unit, "ActiveState"), active, "{unit}");
+        assert_eq!(manager.show(unit, "UnitFileState"), enabled, "{unit}");
+    }
+    let is_right = || {
+        let found = fs::metadata(DIRECTORY).expect("it was created");
+        // The services may read what belongs to their group.
+        let services = fs::metadata("/etc/dunlin/key.pem").expect("it is installed");
+        assert_eq!(
+            (found.uid(), found.gid(), found.mode() & 0o7777),
+            (HYPERVISOR, services.gid(), 0o2770)
+        );
+    };
+    is_right();
+    // What happens at a boot, where /run is empty: systemd-tmpfiles runs before the service.
+    manager.systemctl(&["stop", tunnel]);
+    fs::remove_dir(DIRECTORY).expect("it is empty");
+    let file = "/etc/tmpfiles.d/dunlin-libvirt.conf";
+    let _ = manager.run("systemd-tmpfiles", &["--create", file]);
+    is_right();
+    manager.systemctl(&["start", tunnel]);
+    the_tunnel_is_no_root(manager);
+
+    let target = UnixListener::bind("/run/peer/web.ram").expect("the directory is new");
+    let leaving = format!("{DIRECTORY}/web.ram");
+    let listen = format!("unix:{leaving}");
+    let open = ["tunnel", "open", "libvirt-b.test", "--param", "vm=web.ram"];
+    let config = ["--config", "/etc/dunlin/tunnel.toml", "--listen", &listen];
+    let _ = manager.run("dunlin", &[&open[..], &config].concat());
+    carries(&leaving, || {
+        target.accept().expect("the peer's tunnel connects").0
+    });
+
+    let arriving = format!("{DIRECTORY}/db.ram");
+    let qemu = UnixListener::bind(&arriving).expect("the directory exists");
+    // The directory gives the socket its group. QEMU under libvirt has the umask 002.
+    std::os::unix::fs::chown(&arriving, Some(HYPERVISOR), None).expect("it exists");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o775);
+    fs::set_permissions(&arriving, mode).expect("it exists");
+    let control = guest.folder().join("peer").display().to_string();
+    let open = ["tunnel", "open", "libvirt-a.test", "--param", "vm=db.ram"];
+    let more = ["--control", &control, "--listen", "unix:/run/peer/db.ram"];
+    guest.command("dunlin", &[&open[..], &more].concat());
+    carries("/run/peer/db.ram", || {
+        qemu.accept().expect("the tunnel connects").0
+    });
+    fs::remove_file(arriving).expect("it exists");
+
+    disable(manager);
+    assert!(!Path::new(DIRECTORY).exists());
+    assert_eq!(files(guest), before);
+}
+
+/// Runs `dunlin libvirt enable` for the peer, and returns its steps.
+fn enable(manager: &Manager, more: &[&str]) -> Vec<String> {
+    let words = ["libvirt", "enable", "--json", "--peer", "192.0.2.2=b.test"];
+    let said = manager.run("dunlin", &[&words[..], more].concat());
+    println!("{said}");
+    let lines = said.lines();
+    let lines = lines.map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let steps = lines.filter_map(|line| line["step"].as_str().map(str::to_owned));
+    steps.collect()
+}
+
+/// Runs `dunlin libvirt disable`, which leaves no unit enabled.
+fn disable(manager: &Manager) {
+    println!("{}", manager.run("dunlin", &["libvirt", "disable"]));
+    for unit in UNITS {
+        assert_eq!(manager.show(unit, "ActiveState"), "inactive", "{unit}");
+        assert_eq!(manager.show(unit, "UnitFileState"), "disabled", "{unit}");
+    }
 }
 
 /// Removes what the earlier parts of the test have configured.
@@ -341,12 +421,10 @@ fn connect(guest: &Guest) {
     }
 }
 
-/// The peer's tunnel, which serves the same redirect.
-fn peer(guest: &Guest) -> Far {
-    let config = "listen = \"[::]:18300\"\nidentity = \"made/b.test\"\n[redirect.libvirt]\n\
-                  ports = \"49152-49215\"\nusers = [\"root\"]\n\
-                  peers = { \"192.0.2.1\" = \"a.test\" }\n";
-    write("peer.toml", config);
+/// The peer's tunnel, with these routes.
+fn peer(guest: &Guest, routes: &str) -> Far {
+    let first = "listen = \"[::]:18300\"\nidentity = \"made/b.test\"\n";
+    write("peer.toml", &format!("{first}{routes}"));
     let mut peer = Command::new("ip");
     peer.args(["netns", "exec", PEER, "dunlin", "tunnel", "run"]);
     peer.args(["--config", "peer.toml", "--control"]);
