@@ -121,9 +121,11 @@ fn as_words(part: &[u8], bytes: usize) -> Vec<Vec<u8>> {
         &|word| ((word << unused).cast_signed() >> unused).to_string(),
     ];
     let mut texts = Vec::new();
-    let orders: [&dyn Fn(&[u8]) -> u64; 2] = [&little, &big];
-    for order in orders {
-        let words: Vec<u64> = part.chunks(bytes).map(order).collect();
+    let in_order = [
+        part.chunks(bytes).map(little).collect::<Vec<u64>>(),
+        part.chunks(bytes).map(big).collect(),
+    ];
+    for words in in_order {
         for format in formats {
             for separator in SEPARATORS {
                 let all: Vec<_> = words.iter().map(|word| format(*word)).collect();

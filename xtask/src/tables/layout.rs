@@ -478,7 +478,7 @@ mod tests {
             line.add();
             let run = r#"{"run":{"date":"","machine":"","conditions":"","command":""}}"#;
             let text = format!("{run}\n{}", results.json()[0]);
-            bulk(&[Kept::parse("tunnel", &text).unwrap()]).unwrap()
+            tunnel::bulk(&[Kept::parse("tunnel", &text).unwrap()]).unwrap()
         };
         let with = table(&["gib_per_s", "floor_ratio"]);
         assert_eq!(with[0][6], "against the floor");
