@@ -71,6 +71,13 @@ pub enum Event {
         /// The reason why the lane was lost or could not be opened.
         why: String,
     },
+    /// The peer has not answered for a part of the time after which the control lane counts as lost.
+    PeerSilent {
+        /// The peer's name.
+        peer: String,
+        /// Whether the peer's host answers.
+        failure: Failure,
+    },
     /// The control lane was lost; it may be resumed.
     ControlLost {
         /// The peer's name.
@@ -132,6 +139,7 @@ impl Event {
             Self::TrunkFailed { failure, .. }
             | Self::Refused { failure, .. }
             | Self::Aborted { failure, .. }
+            | Self::PeerSilent { failure, .. }
             | Self::ControlLost { failure, .. }
             | Self::ListenerLost { failure, .. } => Some(failure.code()),
             Self::TrunkEnded { fault, .. } | Self::Rejected { fault, .. } => Some(*fault),
@@ -189,7 +197,9 @@ impl fmt::Display for Event {
             Self::ControlResumed { peer } => {
                 write!(formatter, "control lane to {peer} resumed")
             }
-            Self::ListenerLost { failure, .. } => write!(formatter, "{failure}"),
+            Self::PeerSilent { failure, .. } | Self::ListenerLost { failure, .. } => {
+                write!(formatter, "{failure}")
+            }
             Self::ListenerRestored { route, listen } => {
                 write!(formatter, "route {route} listens on {listen} again")
             }

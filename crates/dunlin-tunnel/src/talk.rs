@@ -21,6 +21,7 @@ use super::{exit, receive, send};
 use dunlin_lane::control::{ControlError, ControlStream};
 use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::sync;
+use dunlin_linux::tcp::silence;
 
 /// Maximum size of a batch of messages for one write.
 const BATCH_BYTES: usize = 32 * 1024;
@@ -214,14 +215,19 @@ fn read_one(
     epoch: u32,
     body: &mut Vec<u8>,
 ) -> Result<Option<Message>, Broken> {
-    let silence = hub.site.limits.silence();
+    let limit = hub.site.limits.silence();
     let mut bytes = [0; MESSAGE_HEADER_BYTES];
-    let silent_at = Instant::now() + silence;
+    let silent_at = Instant::now() + limit;
+    let mut asked = 0;
     loop {
-        let until = silent_at.min(Instant::now() + silence / ASK_PART);
+        let until = silent_at.min(Instant::now() + limit / ASK_PART);
         match control.receive_exact(&mut bytes, until) {
             Ok(()) => break,
             Err(ControlError::Deadline) if Instant::now() < silent_at => {
+                asked += 1;
+                if asked == 2 {
+                    report_silence(hub, control);
+                }
                 // The core ignores the pong, because the core did not send this ping. Only the
                 // arrival of the pong matters.
                 let mut ask = Vec::new();
@@ -234,10 +240,27 @@ fn read_one(
     }
     let header = Header::decode(&bytes)?;
     body.resize(header.body_bytes(), 0);
-    control.receive_exact(body, Instant::now() + silence)?;
+    control.receive_exact(body, Instant::now() + limit)?;
     let message = Message::decode(&header, body);
     body.zeroize();
     Ok(message?)
+}
+
+/// Reports that the peer has not answered the first ping. Changes nothing: a process that gets no
+/// processor time looks like one that is stopped.
+fn report_silence(hub: &Hub, control: &ControlStream) {
+    // The kernel acknowledges the ping also if the process does not run.
+    let why = match silence(control.socket()) {
+        Ok(found) if found.unacknowledged == 0 => {
+            "its host answers, so its process is stopped or gets no processor time"
+        }
+        _ => "its host does not answer either",
+    };
+    let limit = hub.site.limits.silence();
+    let text = format!("the peer's tunnel is silent, and counts as lost after {limit:?}: {why}");
+    let failure = Failure::new(FaultCode::ControlLost, text);
+    let peer = hub.terms.peer_name();
+    hub.site.report(Event::PeerSilent { peer, failure });
 }
 
 /// Handles the loss of the control lane of this epoch.

@@ -250,6 +250,28 @@ fn a_control_lane_that_is_cut_is_resumed_and_bytes_continue() {
     join(vec![send(&near, 9, 100), expect(&far, 9, 100)]);
 }
 
+/// The relay acknowledges everything and forwards nothing, like the host of a stopped process.
+#[test]
+fn a_peer_that_falls_silent_is_reported_before_its_control_lane_is_lost() {
+    let pair = Pair::start(&relayed());
+    let relay = pair.relay.clone().unwrap();
+    let (near, far) = pair.channel();
+    relay.swallow(0);
+    let silent = |event: &Event| matches!(event, Event::PeerSilent { .. });
+    let lost = |event: &Event| matches!(event, Event::ControlLost { .. });
+    let reported = pair.near_events.wait("silence", silent);
+    assert_eq!(pair.near_events.count(lost), 0, "{reported}");
+    assert_eq!(reported.fault(), Some(FaultCode::ControlLost));
+    assert!(
+        reported.to_string().contains("its host answers,"),
+        "{reported}"
+    );
+    let resumed = |event: &Event| matches!(event, Event::ControlResumed { .. });
+    pair.near_events.wait("new control lane", resumed);
+    assert_eq!(pair.near_events.count(silent), 1);
+    join(vec![send(&near, 10, 1 << 20), expect(&far, 10, 1 << 20)]);
+}
+
 /// Channels survive a reload of new certificates on either side. Every lane is then reopened with
 /// the new certificates.
 #[test]

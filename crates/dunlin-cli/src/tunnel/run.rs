@@ -207,6 +207,7 @@ fn log_event(event: &Event) {
         Event::TrunkUp { peer: to, .. }
         | Event::TrunkFailed { to, .. }
         | Event::TrunkEnded { peer: to, .. }
+        | Event::PeerSilent { peer: to, .. }
         | Event::ControlLost { peer: to, .. }
         | Event::ControlResumed { peer: to }
         | Event::Rejected { from: to, .. } => peer = Some(to),
