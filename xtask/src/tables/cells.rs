@@ -6,9 +6,10 @@ use serde_json::Value;
 use super::kept::{Figure, Kept, Row};
 
 /// Variants of the tunnel, of whole migrations and of lanes, with their names in the pages.
-const VARIANTS: [(&str, &str); 20] = [
+const VARIANTS: [(&str, &str); 22] = [
     ("bare", "bare"),
     ("stunnel", "stunnel"),
+    ("stunnel-in-turn", "stunnel, in turn"),
     ("openssh", "OpenSSH"),
     ("go-proxy", "Go proxy"),
     ("pipeline", "pipeline"),
@@ -21,6 +22,7 @@ const VARIANTS: [(&str, &str); 20] = [
     ("plain", "plain"),
     ("tls", "tls"),
     ("dunlin", "Dunlin"),
+    ("dunlin-in-turn", "Dunlin, in turn"),
     ("cloud-hypervisor-tls", "Cloud Hypervisor, TLS"),
     ("cloud-hypervisor-plain", "Cloud Hypervisor, plain"),
     ("qemu-tls", "QEMU, TLS"),

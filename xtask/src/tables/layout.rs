@@ -12,7 +12,7 @@ use super::cells::{
 };
 use super::kept::{Kept, Row};
 use super::scaling::{self, GBIT_PER_GIB};
-use super::{growth, tunnel};
+use super::{evacuate, growth, tunnel};
 
 /// A table in a page of the documentation.
 pub(super) struct Table {
@@ -32,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 15] = [
+pub(super) const TABLES: [Table; 16] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -67,6 +67,13 @@ pub(super) const TABLES: [Table; 15] = [
         results: &["growth-lanes"],
         has_conditions: true,
         cells: growth::lanes,
+    },
+    Table {
+        name: "evacuate",
+        page: "docs/benchmarking/evacuate.md",
+        results: &["evacuate"],
+        has_conditions: true,
+        cells: evacuate::table,
     },
     Table {
         name: "lanes",

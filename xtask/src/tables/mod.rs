@@ -2,14 +2,15 @@
 //!
 //! - `kept`: the results, files of JSON lines.
 //! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
-//! - `layout`: the tables of each page; `growth`, `tunnel` and `scaling` compute some of them, and
-//!   `cells` writes their cells.
+//! - `layout`: the tables of each page; `evacuate`, `growth`, `tunnel` and `scaling` compute some of
+//!   them, and `cells` writes their cells.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name the table and its files. This command replaces
 //! the lines between the comments, or only compares them if `--check` is given.
 
 mod cells;
+mod evacuate;
 mod growth;
 pub mod keep;
 mod kept;
