@@ -119,7 +119,7 @@ fn i8_a_process_with_many_vms_needs_little_beside_their_memory() {
         growth / further / KIB
     );
     assert!(last.beside <= 64 * MIB, "{last:?}");
-    assert!(growth <= further * 256 * KIB, "{first:?}, {last:?}");
+    assert!(growth <= further * 320 * KIB, "{first:?}, {last:?}");
     // A process may have 1,024 by default.
     assert!(last.descriptors <= 10 * many, "{last:?}");
 }
