@@ -195,7 +195,9 @@ impl Shell {
 
     /// Starts a program with its output in /shared/NAME.log; returns its process ID.
     pub fn start(&mut self, name: &str, line: &str) -> u32 {
-        let start = format!("{line} </dev/null >/shared/{name}.log 2>&1 & echo \"end $!\"");
+        // Remove the log of an earlier start: a caller that waits for a line would find the old one.
+        let log = format!("/shared/{name}.log");
+        let start = format!("rm -f {log}; {line} </dev/null >{log} 2>&1 & echo \"end $!\"");
         self.ask(&start).1
     }
 
