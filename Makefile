@@ -45,7 +45,7 @@ audit:
 # and the undoing of enable, 180 for output that ends no process, and 100 for the number of lanes, plus 3,700
 # for evacuations: 2,020 for libvirt's, 1,300 for listeners with several sessions and their demo, and 380 for
 # metrics of hand-offs, lanes and certificates. A change that raises the limit states its reason here.
-LINES_LIMIT = 69920
+LINES_LIMIT = 70300
 
 # Runs the checks that CI runs before the tests.
 check:

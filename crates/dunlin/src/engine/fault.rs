@@ -63,7 +63,7 @@ impl Fault {
         Self::new(FaultCode::Cancelled, "cancelled by the operator")
     }
 
-    /// A fault that the peer, whose role is `peer`, reports. The text names the peer, because a
+    /// A fault that the peer reports; `peer` is its role. The text names the peer, because a
     /// malicious peer may send any text.
     pub(crate) fn from_peer(peer: Role, code: FaultCode, text: &str) -> Self {
         Self {
