@@ -44,8 +44,9 @@ audit:
 # status page, 1,560 for top, progress and --json, 680 for relays and unix sockets of toolstacks, 460 for init
 # and the undoing of enable, 180 for output that ends no process, and 100 for the number of lanes, plus 3,700
 # for evacuations: 2,020 for libvirt's, 1,300 for listeners with several sessions and their demo, and 380 for
-# metrics of hand-offs, lanes and certificates. A change that raises the limit states its reason here.
-LINES_LIMIT = 70300
+# metrics of hand-offs, lanes and certificates, plus 120 for work that is done before a migration instead of in it,
+# network errors of accept(2) and silent peers. A change that raises the limit states its reason here.
+LINES_LIMIT = 70040
 
 # Runs the checks that CI runs before the tests.
 check:
