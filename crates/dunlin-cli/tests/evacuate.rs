@@ -463,7 +463,7 @@ fn budgets_are_shared_and_limits_are_kept() {
 
 /// What leaves the host. QEMU exceeds a rate by up to 0.7 MiB/s, so the budgets are not small.
 #[test]
-fn budgets_hold_within_five_percent_on_a_limited_link() {
+fn budgets_are_not_exceeded_on_a_limited_link() {
     if !soak() {
         return;
     }
