@@ -108,6 +108,32 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     assert_eq!(scene.near.code(), Some(0));
 }
 
+/// A stopped process is reported long before its trunk ends. Its channels wait: a process that gets no
+/// processor time looks the same.
+#[test]
+fn a_stopped_peer_is_reported_and_its_channels_wait_for_it() {
+    let scene = Scene::new();
+    let (mut near, mut far) = scene.channel();
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    scene.far.signal("STOP");
+    let begin = Instant::now();
+    let line = scene.near.wait_for(" fault=control-lost ");
+    let took = begin.elapsed();
+    scene.far.signal("CONT");
+    println!("{took:?}: {line}");
+    // It takes 2 s. After 5 s, the line would be about the loss of the control lane.
+    assert!(took < Duration::from_secs(4), "{took:?}: {line}");
+    near.write_all(b"y").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    exchange(near, far);
+    let log = {
+        scene.near.signal("TERM");
+        scene.near.log.rest()
+    };
+    assert!(!log.iter().any(|line| line.contains("fault=")), "{log:#?}");
+}
+
 #[test]
 fn a_drain_ends_at_its_deadline_with_exit_code_1() {
     let scene = Scene::new();
