@@ -9,7 +9,8 @@ mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
-use std::time::Duration;
+use std::fs;
+use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::Family;
 use dunlin_rig::libvirt::{PORTS, Side, TIMEOUT, Vm};
@@ -18,12 +19,17 @@ use libvirt::{Scene, soak};
 
 /// Longer than a tunnel waits for a silent peer (10 s).
 const SILENCE: Duration = Duration::from_secs(20);
-/// How long virsh may take to fail after a tunnel was killed.
+/// How long virsh may take to fail after a tunnel was killed, or after its drain.
 const SOON: Duration = Duration::from_secs(3);
+/// How long a tunnel waits for its connections after SIGTERM.
+const DRAIN: Duration = Duration::from_secs(1);
+const SIDES: [Side; 2] = [Side::A, Side::B];
 
 /// Slow enough that a test can act while the migration runs.
 const SLOW: &str = "--bandwidth 4";
 
+/// A killed tunnel, one that an operator stops (SIGTERM, and the end of its drain), and one that does not
+/// run any more (SIGSTOP), on either host.
 #[test]
 fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     if !soak() {
@@ -33,14 +39,39 @@ fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     let Some(mut scene) = Scene::new() else {
         return;
     };
+    for side in SIDES {
+        let file = scene.config(side);
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, format!("drain = \"{}s\"\n{text}", DRAIN.as_secs())).unwrap();
+        scene.stop(side);
+        scene.start(side);
+    }
     let vm = Vm::new("web");
     scene.pair.create(Side::A, &vm).unwrap();
     // Migrate over one connection, because a reset during a parallel migration sometimes crashes
     // QEMU 10.0 (util/yank.c), also without a tunnel.
-    for (side, signal) in [(Side::A, "KILL"), (Side::B, "KILL"), (Side::B, "STOP")] {
-        let tunnel = scene.tunnels[side as usize].as_ref().unwrap();
-        let took = scene.interrupted(Side::A, &vm, SLOW, || tunnel.signal(signal));
-        let limit = if signal == "STOP" { SILENCE } else { SOON };
+    for (side, signal, limit) in [
+        (Side::A, "KILL", SOON),
+        (Side::B, "KILL", SOON),
+        (Side::A, "TERM", DRAIN + SOON),
+        (Side::B, "TERM", DRAIN + SOON),
+        (Side::B, "STOP", SILENCE),
+    ] {
+        let end = || {
+            let since = Instant::now();
+            scene.tunnels[side as usize]
+                .as_ref()
+                .unwrap()
+                .signal(signal);
+            if signal == "STOP" {
+                // The log of the source has the cause long before virsh fails.
+                let source = scene.tunnels[Side::A as usize].as_ref().unwrap();
+                let line = source.wait_for(" fault=control-lost ");
+                assert!(since.elapsed() < SOON, "{:?}: {line}", since.elapsed());
+            }
+        };
+        let took = scene.interrupted(Side::A, &vm, SLOW, end);
+        println!("{side:?} {signal}: {took:?}");
         assert!(took < limit, "{side:?} {signal}: {took:?}");
         scene.stop(side);
         scene.start(side);
