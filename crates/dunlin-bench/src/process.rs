@@ -51,10 +51,10 @@ mod tests {
         let buffer = std::hint::black_box(vec![1_u8; 32 << 20]);
         assert!(super::peak_bytes(id).unwrap() >= buffer.len() as u64);
         let begin = super::cpu_s(id).unwrap();
-        let until = std::time::Instant::now() + std::time::Duration::from_millis(60);
-        while std::time::Instant::now() < until {
-            std::hint::spin_loop();
+        // The kernel counts in steps of 10 ms, and a busy host gives this process little time.
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while super::cpu_s(id).unwrap() <= begin {
+            assert!(std::time::Instant::now() < until, "no time was counted");
         }
-        assert!(super::cpu_s(id).unwrap() > begin);
     }
 }

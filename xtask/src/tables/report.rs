@@ -209,10 +209,16 @@ mod tests {
                 }
             }
         }
-        assert!(page.contains("<li>Command: cargo xtask bench whole --rounds 4</li>"));
-        assert!(page.contains("<td>0.550 [0.490–0.630]</td>"));
+    }
+
+    #[test]
+    fn a_page_has_the_command_and_the_range_of_each_figure_that_has_one() {
+        let (path, text) = kept("thrash");
+        let page = page(&path, &text).unwrap();
+        assert!(page.contains("<li>Command: dunlin bench thrash --rounds 2</li>"));
+        assert!(page.contains("<td>0.240 [0.170–0.310]</td>"));
         // A figure without a range is only its median.
-        assert!(page.contains("<td>1.70</td>"));
+        assert!(page.contains("<td>6.90</td>"));
     }
 
     #[test]
