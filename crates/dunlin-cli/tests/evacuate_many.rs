@@ -10,9 +10,9 @@ mod tunnel;
 #[path = "support/virsh.rs"]
 mod virsh;
 
-use std::fs;
 use std::process::Command;
 
+use dunlin_bench::process::peak_bytes;
 use serde_json::Value;
 use support::{Process, finish, words};
 use tunnel::Tunnel;
@@ -31,19 +31,6 @@ fn evacuate(virsh: &Virsh, flags: &str) -> Command {
     command
 }
 
-/// The largest resident memory of a process so far, in bytes.
-fn peak(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib: u64 = line
-        .unwrap()
-        .trim()
-        .trim_end_matches(" kB")
-        .parse()
-        .unwrap();
-    kib * KIB
-}
-
 /// Evacuates a host, and returns the peak memory of the command.
 fn peak_of(count: usize) -> u64 {
     let virsh = Virsh::new(count);
@@ -56,7 +43,7 @@ fn peak_of(count: usize) -> u64 {
         let ended = run.wait_for("ended");
         assert_eq!(ended["result"], "moved", "{ended}");
     }
-    let peak = peak(run.pid());
+    let peak = peak_bytes(run.pid()).unwrap();
     virsh.release(last);
     let (code, report) = run.ended();
     let counts = ["vms", "moved", "failed", "doubt"].map(|field| report[field].as_u64());

@@ -5,6 +5,7 @@ mod support;
 
 use std::fs;
 
+use dunlin_bench::process::peak_bytes;
 use support::{Hosts, Process, words};
 
 const KIB: u64 = 1 << 10;
@@ -22,17 +23,6 @@ struct Cost {
     descriptors: usize,
 }
 
-fn number(text: &str, name: &str) -> u64 {
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    let kib: u64 = line
-        .unwrap()
-        .trim()
-        .trim_end_matches(" kB")
-        .parse()
-        .unwrap();
-    kib * KIB
-}
-
 /// What a process with this number of guests needs. The guests' memory only grows, so the peak of all
 /// memory less the guests' memory now is the peak beside it, or more.
 fn cost(pid: u32, guests: usize) -> Cost {
@@ -44,15 +34,15 @@ fn cost(pid: u32, guests: usize) -> Cost {
         if first.contains('-') && !first.ends_with(':') {
             is_guest = line.contains("memfd:dunlin-guest");
         } else if first == "Rss:" && is_guest {
-            guest += number(line, "Rss:");
+            let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+            guest += kib * KIB;
         }
     }
     let all = guests as u64 * GUEST_BYTES;
     // Half of each VM's memory is never touched.
     assert!((all / 3..=all).contains(&guest), "{guest} of {all}");
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     Cost {
-        beside: number(&status, "VmHWM:") - guest,
+        beside: peak_bytes(pid).unwrap() - guest,
         descriptors: fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count(),
     }
 }
@@ -118,8 +108,12 @@ fn i8_a_process_with_many_vms_needs_little_beside_their_memory() {
         last.descriptors,
         growth / further / KIB
     );
+    // The allocator keeps some memory of the sessions that ran at once, up to about 8 MiB here.
     assert!(last.beside <= 64 * MIB, "{last:?}");
-    assert!(growth <= further * 320 * KIB, "{first:?}, {last:?}");
+    assert!(
+        growth <= 12 * MIB + further * 160 * KIB,
+        "{first:?}, {last:?}"
+    );
     // A process may have 1,024 by default.
     assert!(last.descriptors <= 10 * many, "{last:?}");
 }

@@ -8,11 +8,15 @@
 //!              ▲            │                    │
 //!              └──── end ───┴────────────────────┘
 //! ```
+//! After a session has ended, its slot is *idle* until [`Sessions::wait`]. An idle slot may be closed
+//! instead, so an offer takes it only if no other slot is free.
+//!
 //! A session has at most one slot, and a VM has at most one session: a second session of the same
 //! VM is refused.
 //!
 //! Getters: [`Sessions::slot_of`]. Commands: [`Sessions::open`], [`Sessions::close`],
-//! [`Sessions::begin`], [`Sessions::describe`], [`Sessions::end`]. Event: [`Sessions::offered`].
+//! [`Sessions::wait`], [`Sessions::begin`], [`Sessions::describe`], [`Sessions::refuse`],
+//! [`Sessions::end`]. Event: [`Sessions::offered`].
 
 use std::collections::BTreeMap;
 
@@ -21,9 +25,16 @@ use crate::negotiate::{Offer, SessionId};
 /// The slots of a listener.
 #[derive(Clone, Debug, Default)]
 pub struct Sessions {
-    slots: BTreeMap<u64, Option<Session>>,
+    slots: BTreeMap<u64, Slot>,
     /// The number of the next slot. Numbers are used once.
     next: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Slot {
+    session: Option<Session>,
+    /// Whether a session of this slot has ended and nobody waits for the next one yet.
+    idle: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -59,7 +70,7 @@ impl Sessions {
     pub fn open(&mut self) -> u64 {
         let slot = self.next;
         self.next += 1;
-        self.slots.insert(slot, None);
+        self.slots.insert(slot, Slot::default());
         slot
     }
 
@@ -68,8 +79,15 @@ impl Sessions {
         self.slots.remove(&slot);
     }
 
+    /// Records that a receiver waits for the next session of a slot.
+    pub fn wait(&mut self, slot: u64) {
+        if let Some(slot) = self.slots.get_mut(&slot) {
+            slot.idle = false;
+        }
+    }
+
     /// Decides where an offer belongs. An offer that begins a session takes the free slot with the
-    /// lowest number.
+    /// lowest number, and an idle one only if all free slots are idle.
     pub fn offered(&mut self, offer: &Offer) -> Route {
         if let Some(slot) = self.slot_of(&offer.session) {
             return Route::Slot(slot);
@@ -77,8 +95,8 @@ impl Sessions {
         if offer.is_inquiry() {
             return Route::Inquiry;
         }
-        let free = self.slots.iter().find(|(_, session)| session.is_none());
-        let Some(slot) = free.map(|(slot, _)| *slot) else {
+        let free = self.slots.iter().filter(|(_, slot)| slot.session.is_none());
+        let Some((&slot, _)) = free.min_by_key(|(number, slot)| (slot.idle, **number)) else {
             return Route::Full;
         };
         self.begin(slot, offer.session);
@@ -88,8 +106,8 @@ impl Sessions {
     /// The slot of this session.
     #[must_use]
     pub fn slot_of(&self, id: &SessionId) -> Option<u64> {
-        let is_it = |session: &Option<Session>| session.as_ref().is_some_and(|s| s.id == *id);
-        let found = self.slots.iter().find(|(_, session)| is_it(session));
+        let is_it = |slot: &Slot| slot.session.as_ref().is_some_and(|s| s.id == *id);
+        let found = self.slots.iter().find(|(_, slot)| is_it(slot));
         found.map(|(slot, _)| *slot)
     }
 
@@ -99,7 +117,9 @@ impl Sessions {
         match self.slot_of(&id) {
             Some(found) => return found == slot,
             None => match self.slots.get_mut(&slot) {
-                Some(free @ None) => *free = Some(Session { id, vm: None }),
+                Some(slot) if slot.session.is_none() => {
+                    slot.session = Some(Session { id, vm: None });
+                }
                 _ => return false,
             },
         }
@@ -111,21 +131,30 @@ impl Sessions {
     /// # Errors
     /// Another session has the VM. Nothing has changed; the error is the slot of that session.
     pub fn describe(&mut self, slot: u64, vm: [u8; 16]) -> Result<(), u64> {
-        let has = |session: &Option<Session>| session.as_ref().is_some_and(|s| s.vm == Some(vm));
+        let has = |slot: &Slot| slot.session.as_ref().is_some_and(|s| s.vm == Some(vm));
         let mut others = self.slots.iter().filter(|(one, _)| **one != slot);
-        if let Some((other, _)) = others.find(|(_, session)| has(session)) {
+        if let Some((other, _)) = others.find(|(_, slot)| has(slot)) {
             return Err(*other);
         }
-        if let Some(Some(session)) = self.slots.get_mut(&slot) {
+        let slot = self.slots.get_mut(&slot);
+        if let Some(session) = slot.and_then(|slot| slot.session.as_mut()) {
             session.vm = Some(vm);
         }
         Ok(())
     }
 
-    /// Frees a slot: its session has ended, or its offer was refused.
+    /// Frees a slot whose offer was refused. Its receiver waits for the next offer.
+    pub fn refuse(&mut self, slot: u64) {
+        if let Some(slot) = self.slots.get_mut(&slot) {
+            slot.session = None;
+        }
+    }
+
+    /// Frees a slot whose session has ended. The slot is idle.
     pub fn end(&mut self, slot: u64) {
-        if let Some(session) = self.slots.get_mut(&slot) {
-            *session = None;
+        if let Some(slot) = self.slots.get_mut(&slot) {
+            slot.session = None;
+            slot.idle = true;
         }
     }
 }
@@ -171,6 +200,21 @@ mod tests {
         assert_eq!(sessions.offered(&offer(4, 1)), Route::Full);
         assert!(!sessions.begin(first, [4; 16]));
         assert_eq!(sessions.open(), second + 1);
+    }
+
+    #[test]
+    fn an_offer_takes_an_idle_slot_only_if_no_other_is_free() {
+        let (mut sessions, first, second) = two();
+        assert_eq!(sessions.offered(&offer(1, 1)), Route::Slot(first));
+        sessions.refuse(first);
+        assert_eq!(sessions.offered(&offer(2, 1)), Route::Slot(first));
+        sessions.end(first);
+        assert_eq!(sessions.offered(&offer(3, 1)), Route::Slot(second));
+        assert_eq!(sessions.offered(&offer(4, 1)), Route::Slot(first));
+        sessions.end(first);
+        sessions.end(second);
+        sessions.wait(second);
+        assert_eq!(sessions.offered(&offer(5, 1)), Route::Slot(second));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::Incoming;
-use dunlin::engine::destination::DestinationEvent;
+use dunlin::engine::destination::{DestinationEvent, Listener};
 use dunlin::engine::source;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{Cancel, Event, MigrateError, Report, VmIs};
@@ -205,6 +205,40 @@ fn i2_one_value_serves_one_session_after_another() {
     // The listening socket is closed when the last `Listener` value is dropped.
     let refused = TcpStream::connect(address).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+}
+
+/// A value between two sessions gets no offer while another value waits. An offer that waits for a
+/// value that is dropped goes to another value.
+#[test]
+fn i2_no_offer_is_lost_to_a_value_that_receives_no_more() {
+    let (client, server) = tls();
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let incoming = Incoming::builder(listener, &server).options(impatient());
+    let mut first = incoming.share().unwrap();
+    let mut second = first.clone();
+    let receive = |listener: &mut Listener| {
+        let mut builder = TestBuilder::default();
+        let ignored = |_: &DestinationEvent| ();
+        within_the_limit(|cancel| listener.receive(&mut builder, &ignored, cancel))
+    };
+    for (value, number) in [(&mut first, 1), (&mut second, 2)] {
+        let sent = moving(&guest(number), address, &client);
+        receive(value).unwrap();
+        sent.join().unwrap().unwrap();
+    }
+    // One offer waits for each value, and a third one is refused.
+    let offer = |session| Peer::offering(address, &client, LaneSecurity::Tls, [session; 16]);
+    let [early, _other] = [1, 2].map(offer);
+    let answer = read_opening(&offer(3).stream);
+    assert!(matches!(answer, Opening::Refuse(..)), "{answer:?}");
+    let mut third = second.clone();
+    drop(first);
+    let waited = thread::spawn(move || read_opening(&early.stream));
+    let lost = receive(&mut third).unwrap_err();
+    assert_eq!(lost.code(), FaultCode::ControlLost);
+    let answer = waited.join().unwrap();
+    assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
 }
 
 /// A builder that waits after it has built a VM. The receiver gets a message when the builder

@@ -26,8 +26,9 @@ use super::waiting::Describing;
 /// A `Listener`, and each of its clones, receives one VM at a time, on the thread that calls
 /// [`Listener::receive`]. To receive `N` VMs at the same time, make `N - 1` clones, and give each
 /// to a thread. A source is refused as *busy* if all of them are receiving a VM, or if the offered
-/// VM is already arriving. While one of them has no call in progress, one offer waits for its next
-/// call, so drop a clone that will receive no more.
+/// VM is already arriving. While one of them has no call in progress and no other is free, one offer
+/// waits for its next call, so drop a clone that will receive no more. The offer then goes to a clone
+/// that is free, or is refused.
 ///
 /// A session that hangs or fails, or a peer that floods a session, does not delay the others. New
 /// connections use the newest settings ([`ServerTls::replace`]), in every session.
@@ -98,7 +99,7 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
-    /// Refuses an offer that waits for this slot. Dropping the last handle closes the listener,
+    /// Passes an offer that waits for this slot to another slot. Dropping the last handle closes the listener,
     /// unless a source still has to confirm a release.
     fn drop(&mut self) {
         self.0.router.close(self.0.slot);

@@ -166,7 +166,7 @@ impl Router {
         match route {
             Route::Slot(slot) => {
                 if !table.pass(slot, arrival(stream)) && is_new {
-                    table.sessions.end(slot);
+                    table.sessions.refuse(slot);
                 }
             }
             Route::Full => table.reject(turn_away(
@@ -203,13 +203,15 @@ impl Router {
         slot
     }
 
-    /// Removes a slot. Refuses an offer that waits for it.
+    /// Removes a slot. An offer that waits for it goes to another slot, or is refused if none is
+    /// free.
     pub(super) fn close(&self, slot: u64) {
         let mut table = lock(&self.table);
         table.sessions.close(slot);
         let early = table.slots.remove(&slot).and_then(|slot| slot.early);
+        drop(table);
         if let Some(arrival) = early {
-            table.reject(turn_away(*arrival, "this session is not received"));
+            self.deliver(*arrival);
         }
     }
 
@@ -221,6 +223,7 @@ impl Router {
             return Err(failed.because(why.clone()));
         }
         let inbox = Inbox::new(sender);
+        table.sessions.wait(slot);
         let slot = table.slots.entry(slot).or_default();
         slot.inbox = Some(inbox.clone());
         if let Some(arrival) = slot.early.take() {
@@ -236,7 +239,7 @@ impl Router {
 
     /// Frees a slot for the next offer, after an offer was refused.
     pub(super) fn free(&self, slot: u64) {
-        lock(&self.table).sessions.end(slot);
+        lock(&self.table).sessions.refuse(slot);
     }
 
     /// Assigns a VM to the session of `slot`. Returns false if another session already has the VM.
