@@ -33,7 +33,7 @@ pub struct Sessions {
 #[derive(Clone, Debug, Default)]
 struct Slot {
     session: Option<Session>,
-    /// Whether a session of this slot has ended and nobody waits for the next one yet.
+    /// Whether a session of this slot has ended and no receiver waits for the next one yet.
     idle: bool,
 }
 
@@ -143,14 +143,14 @@ impl Sessions {
         Ok(())
     }
 
-    /// Frees a slot whose offer was refused. Its receiver waits for the next offer.
+    /// Frees a slot after its offer was refused. Its receiver waits for the next offer.
     pub fn refuse(&mut self, slot: u64) {
         if let Some(slot) = self.slots.get_mut(&slot) {
             slot.session = None;
         }
     }
 
-    /// Frees a slot whose session has ended. The slot is idle.
+    /// Frees a slot after its session has ended. The slot is idle.
     pub fn end(&mut self, slot: u64) {
         if let Some(slot) = self.slots.get_mut(&slot) {
             slot.session = None;

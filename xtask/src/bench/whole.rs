@@ -171,9 +171,6 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
             connections: 4,
             tls: false,
         });
-        eprintln!(
-            "Cloud Hypervisor moves only the idle guest: docs/benchmarking/whole.md has the reason"
-        );
     } else {
         eprintln!("the variable CLOUD_HYPERVISOR is not set: Cloud Hypervisor is left out");
     }
@@ -185,17 +182,6 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     for activity in [Activity::Idle, Activity::Writing] {
         turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
-    // Leave out Cloud Hypervisor with the guest that writes. It ended with a triple fault where KVM
-    // ignores the I/O privilege level. The guest has an I/O permission map now, but was not tried.
-    turns.retain(|turn| {
-        !matches!(
-            turn,
-            Turn::Peer {
-                activity: Activity::Writing,
-                peer: Peer::CloudHypervisor { .. },
-            }
-        )
-    });
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len());
     let measured = turns::rounds(options.rounds, &turns, |turn| {
