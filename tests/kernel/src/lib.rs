@@ -53,7 +53,7 @@ const SKIPPED: i32 = 77;
 /// What the machine must provide for a test.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Needs {
-    /// Number of virtual CPUs, 1 to 4.
+    /// Number of virtual CPUs, 1 to 5.
     pub cpus: u32,
     /// Packages of Debian trixie with programs that are added to the path. The packages are
     /// unpacked but not configured, so files that the installation would generate are missing.
@@ -84,6 +84,8 @@ pub enum Under {
     Newest,
     /// The oldest supported kernel.
     Oldest,
+    /// Any kernel, but only if the command names the test.
+    Named,
     /// The kernel of Debian bookworm, which is older than the oldest supported kernel. For tests of
     /// behaviour that only such a kernel has.
     Former,
@@ -113,7 +115,7 @@ pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
         let mut needs = *needs;
         if is_soak() {
             needs.limit_seconds *= 10;
-            if needs.under != Under::Former {
+            if matches!(needs.under, Under::Newest | Under::Oldest) {
                 needs.under = Under::Both;
             }
         }

@@ -75,6 +75,7 @@ impl KernelOptions {
     /// Tests for only one of these two kernels run under the other one too if tests were named.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
+            (_, Under::Named) => !self.tests.is_empty(),
             _ if !self.kernels.is_empty() => true,
             (Which::Former, _) => under == Under::Former,
             (_, Under::Former) => false,
