@@ -203,12 +203,13 @@ impl World<'_> {
         let differs = match (&self.source.paused, &session.copy) {
             (Some((attempt, paused)), Some(copy)) if *attempt == session.attempt => {
                 let mut pages = paused.iter().zip(&copy.pages);
-                pages.position(|(here, there)| here != there)
+                let page = pages.position(|(here, there)| here != there);
+                page.map(|page| format!("page {page} differs when *ready* is sent"))
             }
-            _ => Some(usize::MAX),
+            _ => Some("*ready* is sent without a copy of the paused memory".into()),
         };
-        if let Some(page) = differs {
-            self.violate("I3", format!("page {page} differs when *ready* is sent"));
+        if let Some(how) = differs {
+            self.violate("I3", how);
         }
     }
 

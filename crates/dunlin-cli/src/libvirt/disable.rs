@@ -111,7 +111,8 @@ impl Disable {
             let live = reserved::live()?;
             let mut setting = live.clone();
             for ports in &record.ports {
-                let ports = ports.parse().context("invalid ports in libvirt.json")?;
+                let invalid = || format!("{}: {ports:?} is not a range of ports", file.display());
+                let ports = ports.parse().with_context(invalid)?;
                 setting = reserved::without(&setting, ports, &record.reserved_before);
             }
             if setting != live {

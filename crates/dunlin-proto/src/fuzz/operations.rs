@@ -98,12 +98,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
                 reached.insert(lane, passed);
                 new.insert(lane);
             }
-            1 => {
-                marks.end(lane);
-                reached.remove(&lane);
-                new.remove(&lane);
-            }
-            2 => {
+            1 | 2 => {
                 marks.end(lane);
                 reached.remove(&lane);
                 new.remove(&lane);
