@@ -1,6 +1,6 @@
 //! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel that
-//! carries bytes: nothing is interrupted. A tunnel that is restarted later, as docs/install.md
-//! describes, works with a tunnel of the earlier version.
+//! carries bytes: nothing is interrupted. Each tunnel is restarted later, as docs/install.md describes.
+//! The tunnel that is restarted first works with the other one, which runs the earlier version.
 
 use std::env;
 use std::fs;
@@ -98,16 +98,31 @@ fn an_upgrade_interrupts_no_channel_and_a_restart_waits_for_its_end() {
     channel.end();
     assert_eq!(shell.wait(near), 0);
     let near = start_near(&bare, &mut shell, port);
-    assert_eq!(
-        shell.run(&format!("readlink /proc/{near}/exe")).trim(),
-        "/usr/bin/dunlin"
-    );
+    runs_installed(&mut shell, near);
     // The two tunnels run different versions.
     let channel = Channel::open(&bare, &target);
     channel.carries();
     channel.end();
+
+    // Restart the other tunnel at the same address. The first tunnel opens a new trunk to it.
     shell.run(&format!("kill -TERM {far}"));
     assert_eq!(shell.wait(far), 0);
+    wait_for(&bare.shared.join("near.log"), " ended: ");
+    let (far, _) = start_far(&bare, &mut shell, port);
+    runs_installed(&mut shell, far);
+    let channel = Channel::open(&bare, &target);
+    channel.carries();
+    channel.end();
+    for pid in [near, far] {
+        shell.run(&format!("kill -TERM {pid}"));
+        assert_eq!(shell.wait(pid), 0);
+    }
+}
+
+/// Checks that a process runs the command that is installed now.
+fn runs_installed(shell: &mut Shell, pid: u32) {
+    let program = shell.run(&format!("readlink /proc/{pid}/exe"));
+    assert_eq!(program.trim(), "/usr/bin/dunlin");
 }
 
 /// Makes the identities of both tunnels in the directory `/shared` of the Debian.
