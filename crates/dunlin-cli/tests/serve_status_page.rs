@@ -70,6 +70,9 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     let entry = json!({"ended_ms": 1_700_000_000_000_u64, "role": "source", "vm": hostile,
         "peer": hostile, "result": "moved", "total_s": 2.0, "wire_bytes": 5, "downtime": downtime});
     fs::write(history.join("001700000000000-1.json"), entry.to_string()).unwrap();
+    let failed = json!({"ended_ms": 1_700_000_000_001_u64, "role": "source", "vm": "late",
+        "peer": "b.test", "result": "failed", "fault": "lane-lost", "text": hostile, "total_s": 2.0});
+    fs::write(history.join("001700000000001-1.json"), failed.to_string()).unwrap();
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test --rate 2M");
     migration.wait_for("progress");
 
@@ -96,6 +99,12 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
         // The curve and its alternative for screen readers.
         assert!(dom.contains("aria-label=\"Rate: now "), "{dom}");
         assert!(dom.contains(": pause 1.0 ms, last pages 4.0 ms"), "{dom}");
+        // What a pointer shows in titles is text elsewhere, for the keyboard and a phone.
+        assert!(
+            dom.contains("failed: lane-lost</span></summary>&lt;img"),
+            "{dom}"
+        );
+        assert!(dom.contains("<span class=\"hide\">: "), "{dom}");
         // Names from peers are inserted as text.
         assert!(!dom.contains("<img"), "{dom}");
         assert!(dom.contains("&lt;img src=x"), "{dom}");
@@ -169,6 +178,59 @@ fn i8_a_browser_shows_the_most_urgent_of_a_thousand_migrations() {
     assert!(dom.contains("1000 / 0"), "{dom}");
     for violation in ["Content Security Policy", "Uncaught", "TrustedHTML"] {
         assert!(!log.contains(violation), "{log}");
+    }
+}
+
+/// The contrast ratio of two colours, by the formula of WCAG 2.2. Each is `#rgb` or `#rrggbb`.
+fn contrast(one: &str, other: &str) -> f64 {
+    let luminance = |colour: &str| {
+        let digits = colour.trim_start_matches('#');
+        let width = digits.len() / 3;
+        let channel = |at: usize| {
+            let digits = digits[at * width..][..width].repeat(3 - width);
+            let value = f64::from(u8::from_str_radix(&digits, 16).unwrap()) / 255.0;
+            match value <= 0.04045 {
+                true => value / 12.92,
+                false => ((value + 0.055) / 1.055).powf(2.4),
+            }
+        };
+        0.2126 * channel(0) + 0.7152 * channel(1) + 0.0722 * channel(2)
+    };
+    let (one, other) = (luminance(one), luminance(other));
+    (one.max(other) + 0.05) / (one.min(other) + 0.05)
+}
+
+/// The ratios that WCAG 2.2 requires at level AA: 4.5 for text, 3 for curves and bars.
+#[test]
+fn colours_have_contrast_in_light_and_dark() {
+    let scratch = Scratch::new();
+    let html = Page::start(scratch.path()).get("/");
+    let themes: Vec<_> = html.split(":root {").skip(1).collect();
+    assert_eq!(themes.len(), 2, "light and dark");
+    for theme in themes {
+        let colour = |name: &str| {
+            let (_, rest) = theme.split_once(&format!("--{name}: ")).unwrap();
+            rest.split(';').next().unwrap()
+        };
+        for (fore, backs) in [
+            ("text", "ground card faint warn-fill bad-fill"),
+            ("soft", "ground card warn-fill bad-fill"),
+            ("sent", "ground"),
+            ("good", "card"),
+            ("warn", "warn-fill"),
+            ("bad", "bad-fill card"),
+        ] {
+            for back in backs.split(' ') {
+                let ratio = contrast(colour(fore), colour(back));
+                assert!(ratio >= 4.5, "{fore} on {back}: {ratio}");
+            }
+        }
+        for fore in ["sent", "received", "dirty", "p1", "p2", "p3", "p4", "p5"] {
+            for back in ["card", "faint"] {
+                let ratio = contrast(colour(fore), colour(back));
+                assert!(ratio >= 3.0, "{fore} on {back}: {ratio}");
+            }
+        }
     }
 }
 

@@ -158,13 +158,15 @@ function lanes(list, items) {
   for (const lane of items) sums[lane.kind] = (sums[lane.kind] || 0) + lane.value;
   keyed(list, items, (lane) => lane.key,
     (lane) => make("li", {}, make("span", { text: lane.name }),
-      make("span", { class: `track ${lane.kind}`, "aria-hidden": "true" }, make("i")), make("span")),
+      make("span", { class: `track ${lane.kind}`, "aria-hidden": "true" }, make("i")), make("span"), make("span", { class: "hide" })),
     (child, lane) => {
       const sum = sums[lane.kind];
       const share = sum > 0 ? lane.value / sum * 100 : 0;
       child.children[1].firstElementChild.style.width = `${share.toFixed(1)}%`;
-      setText(child.lastElementChild, `${share.toFixed(0)} %`);
+      setText(child.children[2], `${share.toFixed(0)} %`);
+      // The pointer shows the title, and a screen reader reads the hidden text.
       child.title = lane.title;
+      setText(child.lastElementChild, `: ${lane.title}`);
     });
 }
 
@@ -318,7 +320,8 @@ function updateHandoffs(all) {
   const each = (counts) => Object.entries(counts).map(([name, one]) => `${name}: ${one}`).join(", ");
   table(byId("handoffs"), "Clients since each process started", [
     ["Port", false, (one, cell) => { cell.className = "key"; return one.address; }],
-    ["Handed over", true, (one, cell) => { cell.title = each(one.handed_over); return String(sum(one.handed_over)); }],
+    ["Handed over", true, (one) => String(sum(one.handed_over))],
+    ["By name", false, (one) => each(one.handed_over)],
     ["Forwarded", true, (one) => String(one.forwarded)],
     ["Refused", true, (one) => String(sum(one.refused))],
     ["Refused for", false, (one) => each(one.refused)],
@@ -362,8 +365,10 @@ function updateHistory(all) {
     ["VM", false, (one, cell) => { cell.className = "key"; return one.vm; }],
     ["Direction", false, (one) => `${one.role === "source" ? "to" : "from"} ${one.peer}`],
     ["Result", false, (one, cell) => {
-      cell.firstElementChild || cell.append(make("span", { class: one.result, text: one.fault && one.fault !== one.result ? `${one.result}: ${one.fault}` : one.result }));
-      if (one.text) cell.title = one.text;
+      if (cell.firstElementChild) return;
+      const result = make("span", { class: one.result, text: one.fault && one.fault !== one.result ? `${one.result}: ${one.fault}` : one.result });
+      // The keyboard and a finger open the reason too, unlike a title.
+      cell.append(one.text ? make("details", {}, make("summary", {}, result), one.text) : result);
     }],
     ["Took", true, (one) => time(one.total_s)],
     ["Sent", true, (one) => one.wire_bytes === null ? "" : bytes(one.wire_bytes)],
