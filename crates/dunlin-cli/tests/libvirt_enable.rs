@@ -1,22 +1,29 @@
 //! `dunlin libvirt enable` and `disable` on two hosts without systemd: what they write, what they
-//! test, what they refuse, and that nothing is left. The libvirt rig tests migrations.
+//! test, what they refuse, and that nothing is left. Also the output of `migrate`, with a program in
+//! place of virsh. The libvirt rig tests migrations.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/etc.rs"]
 mod etc;
 mod support;
+#[path = "support/terminal.rs"]
+mod terminal;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
 use std::fs;
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use dunlin_rig::hosts::Family;
 use etc::{GROUP, RESERVED, Scene};
 use serde_json::json;
+use support::process::exit_code;
 use support::{Done, finish, words};
+use terminal::Terminal;
+use tunnel::Tunnel;
 
 #[test]
 fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
@@ -368,4 +375,68 @@ fn a_name_server_that_does_not_answer_is_given_up() {
     // The server has received the query.
     server.set_nonblocking(true).unwrap();
     assert!(server.recv(&mut [0; 512]).unwrap() > 0);
+}
+
+const UUID: &str = "11111111-2222-3333-4444-555555555555";
+
+/// With --json, standard output has one object, and virsh's output is on standard error. On a
+/// terminal, virsh shows the progress.
+#[test]
+fn migrate_prints_an_object_or_shows_the_progress_of_virsh() {
+    let Some(scene) = Scene::new() else { return };
+    let config = format!(
+        "listen = \"127.0.0.1:0\"\nidentity = {:?}\n[route.\"libvirt-b.test\"]\n\
+         to = \"b.test:18300\"\npeers = [\"b.test\"]\n",
+        scene.files.scratch.join("a")
+    );
+    fs::write(scene.path("a", "etc/tunnel.toml"), config).unwrap();
+    fs::create_dir_all(scene.path("a", "run/dunlin/vm")).unwrap();
+    let run = words("tunnel run --confine no --config /etc/dunlin/tunnel.toml");
+    let run = scene.command("a", &run);
+    let _tunnel = Tunnel::follow(run, scene.path("a", "etc/tunnel.toml"));
+    let (bin, calls) = (scene.path("a", "bin"), scene.path("a", "calls"));
+    let fails = scene.path("a", "fails");
+    fs::create_dir(&bin).unwrap();
+    let virsh = format!(
+        "#!/bin/sh\n[ $1 = migrate ] || exec echo {UUID}\necho \"$*\" >{}\necho moving\n\
+         [ ! -e {} ]\n",
+        calls.display(),
+        fails.display()
+    );
+    fs::write(bin.join("virsh"), virsh).unwrap();
+    fs::set_permissions(bin.join("virsh"), fs::Permissions::from_mode(0o755)).unwrap();
+    let migrate = |flags: &str| {
+        let command = words(&format!("libvirt migrate {flags} web b.test --p2p"));
+        let mut with_path = Command::new("env");
+        let path = format!("PATH={}:/usr/sbin:/usr/bin:/sbin:/bin", bin.display());
+        with_path.arg(path).arg(command.get_program());
+        with_path.args(command.get_args());
+        scene.command("a", &with_path)
+    };
+    let called = || fs::read_to_string(&calls).unwrap();
+
+    let moved = finish(migrate("--json")).expect(0);
+    let object = json!({ "event": "moved", "vm": "web", "uuid": UUID, "host": "b.test" });
+    assert_eq!(moved.lines(), [object]);
+    assert!(moved.err.contains("moving"), "{}", moved.err);
+    let expected = format!(
+        "migrate --live --migrateuri unix:///run/dunlin/vm/{UUID}.ram --p2p web \
+         qemu+ssh://b.test/system\n"
+    );
+    assert_eq!(called(), expected);
+    let text = finish(migrate("")).expect(0);
+    assert_eq!(text.out, "moving\n");
+    assert!(!called().contains("--verbose"), "{}", called());
+    let mut terminal = Terminal::start(&migrate(""), 24, 80);
+    assert_eq!(exit_code(&mut terminal.child), Some(0));
+    assert!(called().contains(" --verbose "), "{}", called());
+
+    fs::write(&fails, "").unwrap();
+    let failed = finish(migrate("--json")).expect(1);
+    assert_eq!(failed.last()["event"], "failed");
+    assert_eq!(failed.last()["fault"], "usage");
+    assert_eq!(failed.lines().len(), 1, "{}", failed.out);
+    // The sockets of these migrations are closed.
+    let sockets = fs::read_dir(scene.path("a", "run/dunlin/vm")).unwrap();
+    assert_eq!(sockets.count(), 0);
 }

@@ -10,7 +10,9 @@ mod terminal;
 #[path = "support/tunnel.rs"]
 mod tunnel;
 
+use std::fs;
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -272,4 +274,23 @@ fn a_command_that_waits_shows_it_on_a_terminal_only() {
         let screen = terminal.wait_until("cleared line", cleared);
         assert_eq!(screen.output.contains("cancelling"), shows, "{screen:?}");
     }
+}
+
+/// A peer that never answers delays `dunlin doctor`.
+#[test]
+fn doctor_shows_what_it_waits_for() {
+    let hosts = Hosts::new();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = silent.local_addr().unwrap().to_string();
+    let config = hosts.scratch.join("asking.toml");
+    fs::write(&config, near_config(&hosts, &to, "ram", "in")).unwrap();
+    let mut command = words(&format!("doctor --peer {to} --config"));
+    command.arg(&config);
+    let mut terminal = Terminal::start(&command, 200, 100);
+    terminal.wait_for(&format!("examining this host, {to} (2 s)"));
+    // The kernel resets the connection.
+    drop(silent);
+    assert_eq!(exit_code(&mut terminal.child), Some(1));
+    let cleared = |screen: &terminal::Screen| screen.has("peer.path") && !screen.has("examining");
+    terminal.wait_until("the verdicts alone", cleared);
 }

@@ -28,6 +28,7 @@ use clap::Args;
 
 use crate::code::{DONE, FAILED};
 use crate::identity::Reading;
+use crate::progress::Waiting;
 use path::PathFlag;
 use verdict::{State, Verdict, setting};
 
@@ -106,6 +107,8 @@ impl Doctor {
             !is_measured || !self.peers.is_empty(),
             "--path measured needs a peer: give --peer HOST"
         );
+        let examined = [&["this host".to_owned()][..], &self.peers].concat().join(", ");
+        let _waiting = Waiting::new(self.json, &format!("examining {examined}"));
         let (of_peers, measured) = match (&config, &self.peers[..]) {
             (_, []) => (Vec::new(), None),
             (Some((file, _)), peers) => peer::examine(file, peers, is_measured)?,

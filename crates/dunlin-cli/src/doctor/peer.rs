@@ -111,24 +111,19 @@ fn entrance(config: &Config, peer: &str) -> Result<Entrance> {
             ..found.clone()
         });
     }
-    let has_port = peer
-        .rsplit_once(':')
-        .is_some_and(|(host, port)| !host.contains(':') && port.parse::<u16>().is_ok());
-    let host = if has_port {
-        peer.rsplit_once(':').map_or(peer, |(host, _)| host)
-    } else {
-        peer
-    };
+    let split = peer.rsplit_once(':');
+    let split = split.filter(|(host, port)| !host.contains(':') && port.parse::<u16>().is_ok());
+    let host = split.map_or(peer, |(host, _)| host);
     let name: Peer = host
         .parse()
         .with_context(|| format!("--peer {peer}: write HOST or HOST:PORT"))?;
     Ok(Entrance {
         route: "doctor".to_owned(),
         listen: Listen::OnDemand,
-        to: match (has_port, peer.contains(':')) {
-            (true, _) => peer.to_owned(),
-            (false, true) => format!("[{peer}]:{PEER_PORT}"),
-            (false, false) => format!("{peer}:{PEER_PORT}"),
+        to: match (split, peer.contains(':')) {
+            (Some(_), _) => peer.to_owned(),
+            (None, true) => format!("[{peer}]:{PEER_PORT}"),
+            (None, false) => format!("{peer}:{PEER_PORT}"),
         },
         peers: Peers::OneOf(vec![name]),
         lanes: 1,

@@ -3,8 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::verdict::{State, Verdict, setting};
-use crate::text::plain;
-use crate::text::{clean, count};
+use crate::text::{clean, count, plain};
 
 /// The version of the JSON lines: raised when a field changes its meaning.
 pub(super) const SCHEMA: u32 = 1;

@@ -1,13 +1,12 @@
 //! `dunlin libvirt disable`.
 
-use std::fs;
-use std::io::ErrorKind;
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use super::files::write;
-use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, systemctl};
+use super::files::{delete, read, write};
+use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd};
 use super::record::Record;
 use super::reserved::{self, SYSCTL};
 use super::{block, sockets};
@@ -31,10 +30,7 @@ pub(crate) struct Disable {
 impl Disable {
     pub(crate) fn run(&self) -> Result<i32> {
         let config = &self.config.config;
-        let text = match fs::read_to_string(config) {
-            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
-            other => other.with_context(|| format!("cannot read {}", config.display()))?,
-        };
+        let text = read(config)?.unwrap_or_default();
         ensure!(
             block::is_in(&text),
             "{} has no block of `dunlin libvirt enable`, so nothing was changed: give --config, or \
@@ -84,7 +80,7 @@ impl Disable {
             if is_empty {
                 words.push(tunnel);
             }
-            if !systemctl(&words)? {
+            if !self.report.systemctl(&words)? {
                 bail!(
                     "systemctl cannot disable Dunlin's units: correct its error above, and run \
                      this command again"
@@ -92,13 +88,13 @@ impl Disable {
             }
         }
         match is_empty {
-            true => fs::remove_file(config)
-                .with_context(|| format!("cannot remove {}", config.display()))?,
+            true => delete(config)?,
             false => write(config, &rest)?,
         }
         self.report.step("restored", &config.display().to_string());
         if has_systemd() && !is_empty {
-            systemctl(&["try-reload-or-restart", UNITS[2]])?;
+            self.report
+                .systemctl(&["try-reload-or-restart", UNITS[2]])?;
         }
         self.release()?;
         Ok(DONE)
@@ -120,13 +116,8 @@ impl Disable {
             }
             let what = format!("ip_local_reserved_ports = {setting}");
             self.report.step("reserved", &what);
-            fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
+            delete(&file)?;
         }
-        match fs::remove_file(SYSCTL) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                Err(error).with_context(|| format!("cannot remove {SYSCTL}"))
-            }
-            _ => Ok(()),
-        }
+        delete(Path::new(SYSCTL))
     }
 }

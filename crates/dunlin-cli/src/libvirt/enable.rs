@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::files::{read, write};
 use super::host::{self, NamedPeer};
-use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd, systemctl};
+use super::programs::{ConfigPath, NAME, Report, UNITS, dunlin, has_systemd};
 use super::qemu_conf::QemuConf;
 use super::record::Record;
 use super::reserved::SYSCTL;
@@ -111,7 +111,7 @@ impl Enable {
             }
             return Ok(DONE);
         }
-        let mut before = Before::take(&self.config.config, &self.state)?;
+        let mut before = Before::take(&self.config.config, &self.state, &self.report)?;
         let tried = self.change(&plan, &mut before);
         let tried = tried.map_err(|error| before.restore(error))?;
         if tried == Tried::Silent {
@@ -448,7 +448,7 @@ fn start(report: &Report) -> Result<()> {
     let mut words = vec!["enable", "--now"];
     words.extend(UNITS);
     ensure!(
-        systemctl(&words)? && systemctl(&["reload-or-restart", "dunlin-tunnel.service"])?,
+        report.systemctl(&words)? && report.systemctl(&["reload-or-restart", UNITS[2]])?,
         "the units cannot be started: see `journalctl -u dunlin-tunnel`"
     );
     let what = format!("{} are enabled and run", UNITS.join(", "));

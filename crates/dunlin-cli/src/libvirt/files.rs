@@ -30,6 +30,16 @@ pub(super) fn put(file: &Path, text: Option<&str>) -> Result<()> {
     }
     match text {
         Some(text) => write(file, text),
-        None => fs::remove_file(file).with_context(|| format!("cannot remove {}", file.display())),
+        None => delete(file),
+    }
+}
+
+/// Deletes a file, if it exists.
+pub(super) fn delete(file: &Path) -> Result<()> {
+    match fs::remove_file(file) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", file.display()))
+        }
+        _ => Ok(()),
     }
 }

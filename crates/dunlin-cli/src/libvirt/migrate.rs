@@ -1,6 +1,7 @@
 //! `dunlin libvirt migrate`: one migration over unix sockets, which `enable --sockets` has
 //! prepared.
 
+use std::io::{IsTerminal, stderr};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -8,10 +9,12 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use dunlin_linux::signals::{EndSignals, unblock_in};
 use dunlin_tunnel::Parameter;
+use serde_json::json;
 
 use super::programs::{ConfigPath, dunlin};
 use super::sockets::{DIRECTORY, leaving};
-use crate::code::{DONE, FAILED};
+use crate::code::DONE;
+use crate::line::print_json;
 use crate::text::clean;
 use crate::tunnel::Config;
 
@@ -22,6 +25,9 @@ pub(crate) struct Migrate {
     /// The other host's libvirt [default: qemu+ssh://HOST/system].
     #[arg(long, value_name = "URI")]
     to: Option<String>,
+    /// Print one JSON object, and virsh's output on standard error.
+    #[arg(long)]
+    json: bool,
     /// The VM's name, ID or UUID.
     vm: String,
     /// The other host, a --peer of `enable --sockets`.
@@ -65,20 +71,29 @@ impl Migrate {
             words.extend(["--tls-destination".to_owned(), self.host.clone()]);
         }
         words.extend(self.flags.iter().cloned());
+        if !self.json && stderr().is_terminal() && !has("--verbose") {
+            // virsh shows the progress.
+            words.push("--verbose".to_owned());
+        }
         let usual = || format!("qemu+ssh://{}/system", self.host);
         words.extend([self.vm.clone(), self.to.clone().unwrap_or_else(usual)]);
         let mut virsh = Command::new("virsh");
         virsh.args(&words);
+        if self.json {
+            virsh.stdout(stderr());
+        }
         unblock_in(&mut virsh);
         let status = virsh.status().context(NO_VIRSH)?;
-        if status.success() {
-            return Ok(DONE);
-        }
-        eprintln!(
-            "the reason may be in the log of the tunnel (journalctl -u dunlin-tunnel) on either \
-             host"
+        ensure!(
+            status.success(),
+            "virsh migrate failed; see its error above, and the log of the tunnel (journalctl -u \
+             dunlin-tunnel) on either host"
         );
-        Ok(FAILED)
+        if self.json {
+            let (vm, host) = (&self.vm, &self.host);
+            print_json(&json!({ "event": "moved", "vm": vm, "uuid": uuid, "host": host }));
+        }
+        Ok(DONE)
     }
 
     /// The name of the route to the other host.
@@ -123,14 +138,10 @@ impl Listeners<'_> {
     /// Opens a socket of this host's tunnel that leads to the socket `name` on the other host;
     /// returns its path.
     fn open(&mut self, route: &str, name: &str) -> Result<String> {
-        let parameter: Parameter = format!("vm={name}").parse()?;
+        let vm: Parameter = format!("vm={name}").parse()?;
         let path = format!("{DIRECTORY}/{name}");
-        let words = ["tunnel", "open", route, "--param", &parameter.to_string()];
-        let words = words.into_iter().map(str::to_owned);
-        let words: Vec<String> = words
-            .chain(["--listen".to_owned(), format!("unix:{path}")])
-            .collect();
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let (vm, socket) = (&*vm.to_string(), &*format!("unix:{path}"));
+        let words = ["tunnel", "open", route, "--param", vm, "--listen", socket];
         let opened = dunlin(&words, Some(self.config), None)?;
         ensure!(
             opened.status.success(),

@@ -8,9 +8,9 @@ use clap::Args;
 use serde_json::json;
 
 use crate::line::print_json;
-use crate::text::clean;
-
+use crate::progress::Waiting;
 use crate::state::StatePath;
+use crate::text::clean;
 
 /// The name of the redirect that `enable` writes.
 pub(super) const NAME: &str = "libvirt";
@@ -53,6 +53,14 @@ impl Report {
             false => println!("\n{text}"),
         }
     }
+
+    /// Runs systemctl; returns whether it succeeded. Shows what it waits for: a tunnel that stops
+    /// first waits for its channels.
+    pub(super) fn systemctl(&self, words: &[&str]) -> Result<bool> {
+        let _waiting = Waiting::new(self.json, &format!("systemctl {}", words.join(" ")));
+        let status = Command::new("systemctl").args(words).status();
+        Ok(status.context("cannot run systemctl")?.success())
+    }
 }
 
 /// Runs another subcommand of this program, with the same standard error.
@@ -89,10 +97,4 @@ pub(super) fn is_in_use(unit: &str) -> bool {
             .stderr(Stdio::null());
         asked.status().is_ok_and(|status| status.success())
     })
-}
-
-/// Runs systemctl; returns whether it succeeded.
-pub(super) fn systemctl(words: &[&str]) -> Result<bool> {
-    let status = Command::new("systemctl").args(words).status();
-    Ok(status.context("cannot run systemctl")?.success())
 }

@@ -7,7 +7,6 @@
 //! ```
 
 use std::fs::{self, Permissions};
-use std::io::ErrorKind;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::Path;
 
@@ -17,9 +16,9 @@ use dunlin_lane::names::PeerName;
 use dunlin_linux::accounts::{group_id, user_id};
 use dunlin_tunnel::{Entrance, Routes};
 
-use super::files::{put, read, write};
+use super::files::{delete, put, read, write};
 use super::host::{self, GROUP, NamedPeer};
-use super::programs::{Report, UNITS, dunlin, has_systemd, systemctl};
+use super::programs::{Report, UNITS, dunlin, has_systemd};
 use super::qemu_conf::QemuConf;
 use super::{block, install};
 use crate::code::DONE;
@@ -224,7 +223,8 @@ fn start(report: &Report) -> Result<()> {
             "systemd does not run here: start `dunlin tunnel run`, and make {DIRECTORY} after each boot"
         );
         report.step("unit", &what);
-    } else if systemctl(&["enable", "--now", tunnel])? && systemctl(&["reload-or-restart", tunnel])?
+    } else if report.systemctl(&["enable", "--now", tunnel])?
+        && report.systemctl(&["reload-or-restart", tunnel])?
     {
         report.step("unit", &format!("{tunnel} is enabled and runs"));
     } else {
@@ -257,19 +257,10 @@ pub(super) fn disable(config: &Path, text: &str, report: &Report) -> Result<i32>
             true => &["disable", "--now", tunnel],
             false => &["try-reload-or-restart", tunnel],
         };
-        systemctl(words)?;
+        report.systemctl(words)?;
     }
     report.step("restored", &config.display().to_string());
     Ok(DONE)
-}
-
-fn delete(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Error, Result, anyhow, bail};
 
 use super::files::{put, read};
-use super::programs::{UNITS, dunlin, has_systemd, is_in_use, systemctl};
+use super::programs::{Report, UNITS, dunlin, has_systemd, is_in_use};
 use super::record::Record;
 use super::reserved::{self, SYSCTL};
 use crate::state::StatePath;
@@ -16,6 +16,7 @@ use crate::tunnel::Config;
 pub(super) struct Before<'a> {
     path: &'a Path,
     state: &'a StatePath,
+    report: &'a Report,
     config: Option<String>,
     /// The files about reserved ports, with their content.
     files: [(PathBuf, Option<String>); 2],
@@ -27,13 +28,14 @@ pub(super) struct Before<'a> {
 }
 
 impl<'a> Before<'a> {
-    pub(super) fn take(path: &'a Path, state: &'a StatePath) -> Result<Self> {
+    pub(super) fn take(path: &'a Path, state: &'a StatePath, report: &'a Report) -> Result<Self> {
         let files = [PathBuf::from(SYSCTL), Record::path(state)?];
         let [sysctl, record] = files.map(|file| read(&file).map(|text| (file, text)));
         let is_in_use = |unit: &&str| has_systemd() && is_in_use(unit);
         Ok(Self {
             path,
             state,
+            report,
             config: read(path)?,
             files: [sysctl?, record?],
             reserved: reserved::live()?,
@@ -92,7 +94,7 @@ impl<'a> Before<'a> {
         let is_new = |unit: &&str| !self.in_use.contains(unit);
         let mut words = vec!["disable", "--now"];
         words.extend(UNITS.iter().copied().filter(is_new));
-        if words.len() > 2 && !systemctl(&words)? {
+        if words.len() > 2 && !self.report.systemctl(&words)? {
             bail!("`systemctl disable` failed");
         }
         Ok(())
@@ -119,7 +121,8 @@ impl<'a> Before<'a> {
             bail!("the new rules may be in force; see the error of `dunlin redirect` above");
         }
         if self.units && self.in_use.contains(&UNITS[2]) {
-            systemctl(&["try-reload-or-restart", UNITS[2]])?;
+            self.report
+                .systemctl(&["try-reload-or-restart", UNITS[2]])?;
         }
         Ok(())
     }
