@@ -8,7 +8,7 @@ use std::process::exit;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread;
 
-use anyhow::{Error, Result, anyhow};
+use anyhow::{Context, Error, Result, anyhow};
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::Sockets;
 use tracing::warn;
@@ -130,4 +130,15 @@ pub(crate) fn drained(cut: usize, what: &str) -> i32 {
 pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let named = thread::Builder::new().name(name.to_owned());
     named.spawn(work).map(drop)
+}
+
+/// Does work on a thread that ends with it, so that nothing is left of its stack and of the free memory that
+/// the heap keeps for each thread.
+pub(crate) fn on_own_thread<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().name("dunlin-session".into());
+        let started = thread.spawn_scoped(scope, work);
+        let ended = started.context("cannot start a thread")?.join();
+        ended.map_err(|_| anyhow!("a thread panicked"))
+    })
 }

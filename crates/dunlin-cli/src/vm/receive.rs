@@ -18,6 +18,7 @@ use dunlin::engine::{Cancel, MigrateError, Observer, VmIs, fault_behind};
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec as ipsec;
 use dunlin_lane::sync::lock;
+use dunlin_linux::heap;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
@@ -33,7 +34,7 @@ use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit, parse_r
 use crate::progress::Waiting;
 use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
-use crate::service::{cannot_listen, start};
+use crate::service::{cannot_listen, on_own_thread, start};
 use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
@@ -74,6 +75,9 @@ impl Receive {
                 "--control names one socket, but each of several VMs has its own (at fault: \
                  configuration): give a directory"
             );
+        }
+        if several {
+            heap::share();
         }
         let first = self.own.service(several)?;
         let more = (1..self.sessions).map(|_| first.another());
@@ -266,7 +270,9 @@ impl Waits<'_> {
                     let mut listener = Some(listener);
                     self.wait(service, &mut |builder, observer, cancel| {
                         let own = listener.as_mut().context("the listener is closed")?;
-                        let received = own.receive(builder, observer, cancel);
+                        // What the session took of stack and heap would stay as long as the VM.
+                        let received = on_own_thread(|| own.receive(builder, observer, cancel))?;
+                        heap::give_back();
                         if received.is_ok() {
                             listener = None;
                         }
