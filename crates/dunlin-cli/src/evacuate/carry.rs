@@ -1,11 +1,13 @@
 //! The migration of one VM: starts it, or adopts it if it is already under way, and asks both hosts
 //! for the outcome.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use dunlin_lane::sync::lock;
 
 use super::host::{completed, is_leaving, whereabouts};
 use super::job::Job;
@@ -29,6 +31,9 @@ pub(super) struct Asked {
     pub(super) is_cancelled: AtomicBool,
     /// The guest was paused because its time limit was over.
     pub(super) is_paused: AtomicBool,
+    /// Whether the migration is over. Locked during a request, because a late one would pause or slow
+    /// down a VM that stays.
+    pub(super) is_over: Mutex<bool>,
 }
 
 #[derive(Debug)]
@@ -59,26 +64,41 @@ impl Carry {
         let began = Instant::now();
         let mut before = Vec::new();
         let mut reason = String::new();
+        let is_new = self.vm.bound.is_none();
+        // libvirt keeps the figures of an earlier migration if this one fails at once.
+        let stale = is_new.then(|| self.last_job()).flatten();
+        if is_new && self.is_off() {
+            return Ended {
+                verdict: Verdict::Off,
+                reason,
+                job: None,
+                took: began.elapsed(),
+            };
+        }
         // A migration that was already under way keeps its settings.
-        if self.vm.bound.is_none() && !asked.is_cancelled.load(Ordering::SeqCst) {
+        if is_new && !asked.is_cancelled.load(Ordering::SeqCst) {
             before = self.settings();
             reason = match self.migrate() {
                 Ok(reason) => reason,
                 Err(error) => format!("{error:#}"),
             };
         }
-        let mut verdict = self.settle();
-        if verdict == Verdict::StayedPaused {
-            verdict = self.resume(asked);
+        let mut verdict = settle(&self.source, &self.destination, &self.vm);
+        *lock(&asked.is_over) = true;
+        let is_here = matches!(verdict, Verdict::Stayed | Verdict::StayedPaused);
+        if is_here && !self.vm.is_paused && asked.is_paused.load(Ordering::SeqCst) {
+            // Fails if libvirt has resumed the guest already.
+            let _ = self.source.ask(&["resume", &self.vm.uuid]);
+            verdict = settle(&self.source, &self.destination, &self.vm);
         }
         let job = match &verdict {
             Verdict::Moved => {
                 completed(&self.destination, &self.vm.uuid).or_else(|| self.last_job())
             }
-            _ => self.last_job(),
+            _ => self.last_job().filter(|job| Some(job) != stale.as_ref()),
         };
         match &verdict {
-            Verdict::Moved => reason.clear(),
+            Verdict::Moved | Verdict::Off => reason.clear(),
             Verdict::Stayed | Verdict::StayedPaused => {
                 for words in before {
                     let _ = self.call(&words);
@@ -96,6 +116,12 @@ impl Carry {
             job,
             took: began.elapsed(),
         }
+    }
+
+    /// Whether the VM has ended before its turn, which may come hours after the plan.
+    fn is_off(&self) -> bool {
+        let at = whereabouts(&self.source, &self.vm.uuid);
+        matches!(at, Where::Absent | Where::Off(_))
     }
 
     fn last_job(&self) -> Option<Job> {
@@ -150,41 +176,29 @@ impl Carry {
             false => answer.reason(),
         })
     }
+}
 
-    /// Waits until the migration has ended, and the hosts agree where the VM is.
-    fn settle(&self) -> Verdict {
-        let mut since = Instant::now();
-        loop {
-            // virsh may have ended before the migration.
-            if is_leaving(&self.source, &self.vm.uuid) {
-                since = Instant::now();
-            } else {
-                let source = whereabouts(&self.source, &self.vm.uuid);
-                let destination = whereabouts(&self.destination, &self.vm.uuid);
-                let is_silent = [&source, &destination]
-                    .iter()
-                    .any(|at| matches!(at, Where::Unknown(_)));
-                let limit = match is_silent {
-                    true => SILENCE_LIMIT,
-                    false => CONTRADICTION_LIMIT,
-                };
-                match judge(&source, &destination, self.vm.is_paused) {
-                    Verdict::Doubt(_) if since.elapsed() < limit => {}
-                    verdict => return verdict,
-                }
+/// Waits until the migration of the VM has ended, and the hosts agree where it is.
+pub(super) fn settle(source: &Virsh, destination: &Virsh, vm: &Vm) -> Verdict {
+    let mut since = Instant::now();
+    loop {
+        // virsh may have ended before the migration.
+        if is_leaving(source, &vm.uuid) {
+            since = Instant::now();
+        } else {
+            let [here, there] = [source, destination].map(|host| whereabouts(host, &vm.uuid));
+            let is_silent = [&here, &there]
+                .iter()
+                .any(|at| matches!(at, Where::Unknown(_)));
+            let limit = match is_silent {
+                true => SILENCE_LIMIT,
+                false => CONTRADICTION_LIMIT,
+            };
+            match judge(&here, &there, vm.is_paused) {
+                Verdict::Doubt(_) if since.elapsed() < limit => {}
+                verdict => return verdict,
             }
-            thread::sleep(INTERVAL);
         }
-    }
-
-    /// Resumes a VM that was paused at its time limit and did not move.
-    fn resume(&self, asked: &Asked) -> Verdict {
-        if asked.is_paused.load(Ordering::SeqCst) {
-            let _ = self.source.ask(&["resume", &self.vm.uuid]);
-        }
-        match whereabouts(&self.source, &self.vm.uuid) {
-            Where::Running => Verdict::Stayed,
-            _ => Verdict::StayedPaused,
-        }
+        thread::sleep(INTERVAL);
     }
 }

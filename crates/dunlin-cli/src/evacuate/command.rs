@@ -64,23 +64,20 @@ impl Evacuate {
         let earlier = record.as_ref().map_or(&[][..], |record| &record.entries);
         let (plan, entries) = self.prepare(&source, &destinations, earlier, &mut show)?;
         let Some(mut record) = record else {
-            let is_whole = entries.iter().all(|one| one.result == Outcome::Moved);
-            return Ok(if is_whole { DONE } else { FAILED });
+            return Ok(code(&entries, false));
         };
         let is_doubtful = |one: &Entry| one.result == Outcome::Doubt && !one.earlier;
         let is_halted = entries.iter().any(is_doubtful);
         record.entries = entries;
         record.write()?;
         let began = Instant::now();
-        let mut signal = None;
-        if !is_halted {
-            is_moving.store(true, Ordering::SeqCst);
-            let to = plan.moves.iter().map(|one| one.to).collect();
-            let mut schedule = Schedule::new(self.rules(), to);
-            let hosts = (&source, &destinations[..]);
-            let moves = Moves::new(self, hosts, &plan.moves, &mut record, (sender, happened));
-            signal = moves?.run(&mut schedule, &mut show)?;
-        }
+        is_moving.store(true, Ordering::SeqCst);
+        let to = plan.moves.iter();
+        let to = to.map(|one| (one.to, one.vm.bound.is_some())).collect();
+        let mut schedule = Schedule::new(self.rules(), to, is_halted);
+        let hosts = (&source, &destinations[..]);
+        let moves = Moves::new(self, hosts, &plan.moves, &mut record, (sender, happened));
+        let signal = moves?.run(&mut schedule, &mut show)?;
         let reason = match signal {
             Some(_) => "the command was interrupted before its turn",
             None => "another VM is in doubt, so nothing more started",
@@ -88,7 +85,8 @@ impl Evacuate {
         for one in &plan.moves {
             if record.entries.iter().all(|entry| entry.uuid != one.vm.uuid) {
                 let to = &self.to[one.to];
-                record.set(entry(&one.vm, to, Outcome::NotStarted, reason))?;
+                let entry = entry(&one.vm, to, Outcome::NotStarted, reason);
+                keep(&mut record, entry, &show);
             }
         }
         show.report(&record.entries, began.elapsed());
@@ -159,13 +157,24 @@ fn code(entries: &[Entry], is_interrupted: bool) -> i32 {
     let has = |outcome| entries.iter().any(|one| one.result == outcome);
     if has(Outcome::Doubt) {
         IN_DOUBT
-    } else if entries.iter().all(|one| one.result == Outcome::Moved) {
+    } else if entries
+        .iter()
+        .all(|one| matches!(one.result, Outcome::Moved | Outcome::Off))
+    {
         DONE
     } else if is_interrupted && !has(Outcome::Stayed) && !has(Outcome::NoRoom) {
         CANCELLED
     } else {
         FAILED
     }
+}
+
+/// A virsh command about a VM that moves.
+struct Request {
+    vm: usize,
+    what: &'static str,
+    words: Vec<String>,
+    asked: Arc<Asked>,
 }
 
 /// The VMs that move.
@@ -185,7 +194,7 @@ struct Moves<'a> {
     watched: Arc<Mutex<Vec<(usize, String)>>>,
     sender: Sender<Happened>,
     happened: Receiver<Happened>,
-    requests: Sender<(usize, &'static str, Vec<String>)>,
+    requests: Sender<Request>,
     interrupt: Option<EndSignal>,
 }
 
@@ -263,7 +272,7 @@ impl<'a> Moves<'a> {
                 let times = self.refused.entry((vm, what)).or_default();
                 *times += 1;
                 // These requests are repeated, because libvirt refuses them before QEMU has begun.
-                let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy");
+                let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy" | "suspend");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
                     show.warn("refused", &format!("{name}: virsh {what}: {reason}"));
@@ -293,11 +302,11 @@ impl<'a> Moves<'a> {
     fn seen(&mut self, vm: usize, seen: &Seen, show: &mut Show) -> Option<Event> {
         let of = &self.moves[vm].vm;
         let phase = match &seen.at {
-            // For a guest that was paused at its time limit, libvirt gives the same reason as for a
-            // switchover.
-            _ if self.asked[vm].is_paused.load(Ordering::SeqCst) => Phase::Copying,
-            Where::Paused(reason) if reason == "migrating" => Phase::Switchover,
             Where::Paused(reason) if reason.starts_with("post-copy") => Phase::Postcopy,
+            // libvirt gives the same reason for a guest that was paused at its time limit and for a
+            // switchover.
+            Where::Paused(_) if self.asked[vm].is_paused.load(Ordering::SeqCst) => Phase::Paused,
+            Where::Paused(reason) if reason == "migrating" => Phase::Switchover,
             Where::Running | Where::Paused(_) => Phase::Copying,
             _ => return None,
         };
@@ -331,6 +340,10 @@ impl<'a> Moves<'a> {
                 (Outcome::Doubt, format!("{why}; {}", ended.reason))
             }
             Verdict::Doubt(_) => (Outcome::Doubt, ended.reason),
+            Verdict::Off => {
+                let why = "its guest powered off, or another program stopped or moved it";
+                (Outcome::Off, why.into())
+            }
         };
         let one = &self.moves[vm];
         let to = &self.destinations[one.to].uri;
@@ -342,22 +355,16 @@ impl<'a> Moves<'a> {
         // them.
         let entry = entry.with(ended.job.as_ref().or(self.jobs[vm].as_ref()));
         show.ended(Some(vm), &entry);
-        self.keep(entry, show);
+        keep(self.record, entry, show);
         result == Outcome::Doubt
-    }
-
-    /// Writes an entry to the state file. If that fails, the migrations continue.
-    fn keep(&mut self, entry: Entry, show: &Show) {
-        if let Err(error) = self.record.set(entry) {
-            show.warn("record", &format!("{error:#}"));
-        }
     }
 
     fn perform(&mut self, action: Action, show: &mut Show) -> Result<()> {
         match action {
             Action::Start(vm, rate) => self.start(vm, rate, show)?,
             Action::Rate(vm, rate) => {
-                let rate = rate.unwrap_or(UNLIMITED).to_string();
+                // Migrations of an earlier command may be more than a budget has MiB/s.
+                let rate = rate.map_or(UNLIMITED, |rate| rate.max(1)).to_string();
                 self.request(vm, "migrate-setspeed", &[&rate]);
                 if self.carries_postcopy() {
                     self.request(vm, "migrate-setspeed", &["--postcopy", &rate]);
@@ -387,8 +394,14 @@ impl<'a> Moves<'a> {
     fn request(&self, vm: usize, what: &'static str, more: &[&str]) {
         let mut words = vec![what.to_owned(), self.moves[vm].vm.uuid.clone()];
         words.extend(more.iter().map(|word| (*word).to_owned()));
+        let asked = self.asked[vm].clone();
         // Cannot fail: the receiving thread lives as long as this value.
-        let _ = self.requests.send((vm, what, words));
+        let _ = self.requests.send(Request {
+            vm,
+            what,
+            words,
+            asked,
+        });
     }
 
     fn start(&mut self, vm: usize, rate: Option<u64>, show: &mut Show) -> Result<()> {
@@ -415,13 +428,20 @@ impl<'a> Moves<'a> {
             self.request(vm, "migrate-setspeed", &[&rate.to_string()]);
         }
         // Record the VM before libvirt begins, because a later run must find it.
-        self.keep(entry, show);
+        keep(self.record, entry, show);
         lock(&self.watched).push((vm, of.uuid.clone()));
         let (asked, sender) = (self.asked[vm].clone(), self.sender.clone());
         spawn("carry", move || {
             let ended = Box::new(carry.run(&asked));
             let _ = sender.send(Happened::Ended(vm, ended));
         })
+    }
+}
+
+/// Writes an entry to the state file. If that fails, the evacuation continues.
+fn keep(record: &mut Record, entry: Entry, show: &Show) {
+    if let Err(error) = record.set(entry) {
+        show.warn("record", &format!("{error:#}"));
     }
 }
 
@@ -464,27 +484,25 @@ fn watch_all(source: &Virsh, watched: &Mutex<Vec<(usize, String)>>, sender: &Sen
     }
 }
 
-/// Passes requests to libvirt, one after the other.
-fn request_all(
-    source: &Virsh,
-    wanted: &Receiver<(usize, &'static str, Vec<String>)>,
-    sender: &Sender<Happened>,
-) {
-    for (vm, what, words) in wanted {
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+/// Passes requests to libvirt, one after the other, except those about migrations that are over.
+fn request_all(source: &Virsh, wanted: &Receiver<Request>, sender: &Sender<Happened>) {
+    for request in wanted {
+        let is_over = lock(&request.asked.is_over);
+        if *is_over {
+            continue;
+        }
+        let words: Vec<&str> = request.words.iter().map(String::as_str).collect();
         let reason = match source.call(&words) {
             Ok(answer) if answer.is_ok => continue,
             Ok(answer) => answer.reason(),
             Err(error) => format!("{error:#}"),
         };
         // The migration may have ended before the request.
-        if !is_leaving(source, &words[1].to_owned()) {
+        if !is_leaving(source, &request.words[1]) {
             continue;
         }
-        if sender
-            .send(Happened::Refused(vm, what, clean(&reason)))
-            .is_err()
-        {
+        let refused = Happened::Refused(request.vm, request.what, clean(&reason));
+        if sender.send(refused).is_err() {
             return;
         }
     }

@@ -1,8 +1,11 @@
 //! What the hosts say before anything moves: the VMs, the room for them, and what an earlier run left.
 
-use anyhow::Result;
+use std::collections::BTreeMap;
 
-use super::host::{active, available, completed, measure, vms, watch, whereabouts};
+use anyhow::{Result, bail};
+
+use super::carry::settle;
+use super::host::{active, available, completed, host_uuid, measure, vms, watch, whereabouts};
 use super::job::Job;
 use super::plan::{Destination, Order, Vm};
 use super::record::{Entry, Outcome};
@@ -54,6 +57,16 @@ pub(super) fn gather(
     reserve: u64,
     earlier: &[Entry],
 ) -> Result<Facts> {
+    let mut hosts = BTreeMap::from([(host_uuid(source)?, source)]);
+    for one in destinations {
+        if let Some(same) = hosts.insert(host_uuid(one)?, one) {
+            bail!(
+                "{} and {} are the same host: name each host once",
+                same.uri,
+                one.uri
+            );
+        }
+    }
     let here = active(source)?;
     let mut found = vms(source, &here)?;
     let mut facts = Facts {
@@ -79,18 +92,26 @@ pub(super) fn gather(
             .and_then(|seen| seen.job)
             .is_some_and(|job| job.is_leaving());
         let at = there.iter().position(|there| there.contains(&vm.uuid));
+        // The destination of a migration that has just begun may not have the VM yet.
+        let is_it = |one: &&Entry| one.uuid == vm.uuid && one.result == Outcome::Moving;
+        let at_record = earlier.iter().find(is_it);
+        let at_record =
+            at_record.and_then(|one| destinations.iter().position(|to| to.uri == one.to));
         match (is_leaving, at) {
-            (true, Some(to)) => vm.bound = Some(to),
-            (true, None) => {
-                let reason = "a migration to a host that --to does not name is under way";
-                facts.entries.push(entry(&vm, "", Outcome::Stayed, reason));
-                continue;
+            (true, _) => {
+                vm.bound = at.or(at_record);
+                if vm.bound.is_none() {
+                    let reason = "a migration to a host that --to does not name is under way";
+                    facts.entries.push(entry(&vm, "", Outcome::Stayed, reason));
+                    continue;
+                }
             }
             (false, Some(to)) => {
-                let reason = "both hosts have an active VM with this UUID";
-                let to = &destinations[to].uri;
-                facts.entries.push(entry(&vm, to, Outcome::Doubt, reason));
-                continue;
+                // The VM may have arrived after the source was asked.
+                if let Some(entry) = arrived(source, &destinations[to], &vm) {
+                    facts.entries.push(entry);
+                    continue;
+                }
             }
             (false, None) => {}
         }
@@ -101,6 +122,22 @@ pub(super) fn gather(
         .entries
         .extend(left.filter_map(|one| settled(source, one)));
     Ok(facts)
+}
+
+/// What became of a VM that both hosts had when they were asked, and whose migration is over. `None` if it
+/// is at the source.
+fn arrived(source: &Virsh, destination: &Virsh, vm: &Vm) -> Option<Entry> {
+    let entry = |result, reason: &str| Some(entry(vm, &destination.uri, result, reason));
+    match settle(source, destination, vm) {
+        Verdict::Moved => {
+            let mut moved = entry(Outcome::Moved, "")?;
+            moved.earlier = true;
+            Some(moved.with(completed(destination, &vm.uuid).as_ref()))
+        }
+        Verdict::Doubt(text) => entry(Outcome::Doubt, &text),
+        Verdict::Off => entry(Outcome::Off, ""),
+        Verdict::Stayed | Verdict::StayedPaused => None,
+    }
 }
 
 /// What became of a VM that an earlier run has moved, or was moving when that run ended. `None` if
@@ -123,7 +160,7 @@ fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
                     entry = entry.with(job.as_ref());
                 }
                 Verdict::Doubt(text) => entry.reason = text,
-                Verdict::Stayed | Verdict::StayedPaused => return None,
+                Verdict::Stayed | Verdict::StayedPaused | Verdict::Off => return None,
             }
             Some(entry)
         }

@@ -41,6 +41,16 @@ pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     Ok(unused.min(total.saturating_sub(promised)))
 }
 
+/// The UUID of the host, by which libvirt itself refuses a migration from a host to itself.
+pub(super) fn host_uuid(virsh: &Virsh) -> Result<String> {
+    let capabilities = virsh.ask(&["capabilities"])?;
+    let found = capabilities.split_once("<uuid>");
+    let found = found.and_then(|(_, rest)| rest.split_once("</uuid>"));
+    let (uuid, _) = found
+        .with_context(|| format!("{}: no UUID of the host in `virsh capabilities`", virsh.uri))?;
+    Ok(uuid.to_owned())
+}
+
 /// The UUIDs of the VMs that run or are paused.
 pub(super) fn active(virsh: &Virsh) -> Result<Vec<String>> {
     uuids(&virsh.ask(&["list", "--uuid"])?)
@@ -185,12 +195,14 @@ pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>
     Ok(blocks.chunks(2).map(seen).collect())
 }
 
-/// Whether a migration of the VM from this host is under way.
+/// Whether a migration of the VM from this host is under way. One that has failed in post-copy is not,
+/// although libvirt keeps its job, because only an operator can resume it.
 pub(super) fn is_leaving(virsh: &Virsh, uuid: &String) -> bool {
     let seen = watch(virsh, std::slice::from_ref(uuid)).ok();
     let seen = seen.and_then(|mut seen| seen.pop().flatten());
-    let job = seen.and_then(|seen| seen.job);
-    job.is_some_and(|job| job.is_leaving())
+    let failed = Where::Paused("post-copy failed".into());
+    let seen = seen.filter(|seen| seen.at != failed);
+    seen.is_some_and(|seen| seen.job.is_some_and(|job| job.is_leaving()))
 }
 
 /// The figures of a VM's last migration.

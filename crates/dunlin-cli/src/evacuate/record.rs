@@ -26,6 +26,8 @@ pub(super) enum Outcome {
     NoRoom,
     /// Stayed, because the command ended before its turn.
     NotStarted,
+    /// Not active any more: its guest powered off, or another program stopped it or moved it.
+    Off,
     /// An operator has to find out where the VM runs.
     Doubt,
 }

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! A VM in switchover frees its place for the next VM, because the link has little left to carry. A
-//! VM in post-copy keeps its place, because its guest waits for pages.
+//! VM in post-copy keeps its place, because its guest waits for pages. A VM whose migration is already
+//! under way takes a place at once, even if none is free.
 
 use std::time::Duration;
 
@@ -18,6 +19,8 @@ use super::shares::{Budgets, shares};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Copying,
+    /// Copying, with its guest paused because its time is over.
+    Paused,
     Switchover,
     Postcopy,
 }
@@ -89,8 +92,8 @@ struct Moving {
 #[derive(Debug)]
 pub(super) struct Schedule {
     rules: Rules,
-    /// The destination of each VM.
-    to: Vec<usize>,
+    /// The destination of each VM, and whether its migration is already under way.
+    to: Vec<(usize, bool)>,
     vms: Vec<State>,
     /// Nothing starts any more.
     is_halted: bool,
@@ -98,12 +101,13 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    pub(super) fn new(rules: Rules, to: Vec<usize>) -> Self {
+    /// If it is halted, only migrations that are already under way start.
+    pub(super) fn new(rules: Rules, to: Vec<(usize, bool)>, is_halted: bool) -> Self {
         Self {
             rules,
             vms: vec![State::Waiting; to.len()],
             to,
-            is_halted: false,
+            is_halted,
             is_interrupted: false,
         }
     }
@@ -120,10 +124,11 @@ impl Schedule {
 
     /// The VMs that have neither ended nor been cancelled, with their phases.
     pub(super) fn finishing(&self) -> Vec<usize> {
-        let is_finishing = |state: &State| matches!(state, State::Moving(moving) if moving.phase != Phase::Copying);
-        (0..self.vms.len())
-            .filter(|vm| is_finishing(&self.vms[*vm]))
-            .collect()
+        let is_finishing = |vm: &usize| {
+            matches!(self.vms[*vm], State::Moving(moving)
+                if matches!(moving.phase, Phase::Switchover | Phase::Postcopy))
+        };
+        (0..self.vms.len()).filter(is_finishing).collect()
     }
 
     pub(super) fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
@@ -172,13 +177,16 @@ impl Schedule {
                 true => Some(OnLimit::Cancel),
                 false => is_late.then_some(rules.on_limit),
             };
-            let Some(wanted) = wanted.filter(|_| moving.phase == Phase::Copying) else {
+            let is_possible = |wanted: &OnLimit| match moving.phase {
+                Phase::Copying => true,
+                Phase::Paused => *wanted == OnLimit::Cancel,
+                Phase::Switchover | Phase::Postcopy => false,
+            };
+            let Some(wanted) = wanted.filter(is_possible) else {
                 continue;
             };
-            let is_new = moving.wanted.is_none_or(|(before, _)| before != wanted);
-            let is_due = moving.wanted.is_none_or(|(_, at)| now - at >= AGAIN);
-            // A pause is requested only once, because a paused VM stays in the phase of copying.
-            if !is_new && (wanted == OnLimit::Pause || !is_due) {
+            let is_recent = |(before, at)| before == wanted && now - at < AGAIN;
+            if moving.wanted.is_some_and(is_recent) {
                 continue;
             }
             moving.wanted = Some((wanted, now));
@@ -194,22 +202,7 @@ impl Schedule {
     /// Starts as many VMs as there is room for, and returns them.
     fn start(&mut self, now: Duration) -> Vec<usize> {
         let mut started = Vec::new();
-        while !self.is_halted {
-            let copying = self.sharing();
-            let next = (0..self.vms.len()).find(|vm| matches!(self.vms[*vm], State::Waiting));
-            let Some(next) = next.filter(|_| copying.len() < self.rules.parallel) else {
-                break;
-            };
-            // virsh has no rate below 1 MiB/s.
-            let with: Vec<usize> = copying
-                .iter()
-                .chain([&next])
-                .map(|vm| self.to[*vm])
-                .collect();
-            let is_too_little = |share: &Option<u64>| *share == Some(0);
-            if shares(&with, self.rules.budgets).iter().any(is_too_little) {
-                break;
-            }
+        while let Some(next) = self.next() {
             self.vms[next] = State::Moving(Moving {
                 since: now,
                 phase: Phase::Copying,
@@ -229,6 +222,22 @@ impl Schedule {
         started
     }
 
+    /// The VM that starts next, if there is one that may start now.
+    fn next(&self) -> Option<usize> {
+        let is_waiting = |vm: &usize| matches!(self.vms[*vm], State::Waiting);
+        let mut waiting = (0..self.vms.len()).filter(is_waiting);
+        if let Some(under_way) = waiting.clone().find(|vm| self.to[*vm].1) {
+            return Some(under_way);
+        }
+        let mut with = self.sharing();
+        let next = waiting.next()?;
+        let has_place = !self.is_halted && with.len() < self.rules.parallel;
+        with.push(next);
+        // virsh has no rate below 1 MiB/s.
+        let is_enough = || !self.shares_of(&with).contains(&Some(0));
+        (has_place && is_enough()).then_some(next)
+    }
+
     /// The VMs that use the link. QEMU does not limit a switchover.
     fn sharing(&self) -> Vec<usize> {
         let is_sharing = |vm: &usize| matches!(self.vms[*vm], State::Moving(moving) if moving.phase != Phase::Switchover);
@@ -236,7 +245,7 @@ impl Schedule {
     }
 
     fn shares_of(&self, vms: &[usize]) -> Vec<Option<u64>> {
-        let to: Vec<usize> = vms.iter().map(|vm| self.to[*vm]).collect();
+        let to: Vec<usize> = vms.iter().map(|vm| self.to[*vm].0).collect();
         shares(&to, self.rules.budgets)
     }
 

@@ -189,12 +189,12 @@ impl Show {
 
     pub(super) fn report(&self, entries: &[Entry], total: Duration) {
         let number = |outcome| entries.iter().filter(|one| one.result == outcome).count();
-        let (moved, doubt) = (number(Outcome::Moved), number(Outcome::Doubt));
+        let [moved, doubt, off] = [Outcome::Moved, Outcome::Doubt, Outcome::Off].map(number);
         let report = json!({
             "event": "report",
             "vms": entries.len(),
             "moved": moved,
-            "failed": entries.len() - moved - doubt,
+            "failed": entries.len() - moved - doubt - off,
             "doubt": doubt,
             "total_s": total.as_secs_f64(),
             "downtime_ms_max": entries.iter().filter_map(|one| one.downtime_ms).max(),
@@ -252,6 +252,7 @@ fn name(outcome: Outcome) -> &'static str {
         Outcome::Cancelled => "cancelled",
         Outcome::NoRoom => "no room",
         Outcome::NotStarted => "not started",
+        Outcome::Off => "off",
         Outcome::Doubt => "in doubt",
     }
 }

@@ -48,6 +48,8 @@ pub(super) enum Verdict {
     Stayed,
     /// Only at the source, but paused.
     StayedPaused,
+    /// No longer active: its guest powered off, or another program stopped it at the source.
+    Off,
     /// Anything else. If it lasts, an operator has to decide.
     Doubt(String),
 }
@@ -61,6 +63,10 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
+        // After a migration, libvirt has another reason.
+        (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
+            Verdict::Off
+        }
         _ => Verdict::Doubt(format!(
             "at the source {}, at the destination {}",
             source.text(),
@@ -94,6 +100,7 @@ mod tests {
         let all = [
             Where::Absent,
             Where::Off("migrated".into()),
+            Where::Off("shutdown".into()),
             Where::Running,
             Where::Paused("migrating".into()),
             Where::Unknown("down".into()),
@@ -105,12 +112,13 @@ mod tests {
                     Verdict::Moved => 'm',
                     Verdict::Stayed => 's',
                     Verdict::StayedPaused => 'p',
+                    Verdict::Off => 'o',
                     Verdict::Doubt(_) => '?',
                 });
             }
             table.push(' ');
         }
-        assert_eq!(table, "??m?? ??m?? ss??? pp??? ????? ");
+        assert_eq!(table, "???m?? ???m?? ooom?? sss??? ppp??? ?????? ");
         let paused = Where::Paused("user".into());
         assert_eq!(judge(&Where::Absent, &paused, true), Verdict::Moved);
         assert_eq!(judge(&paused, &Where::Absent, true), Verdict::Stayed);

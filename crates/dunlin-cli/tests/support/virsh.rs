@@ -4,41 +4,80 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::support::Scratch;
 
 /// Runs each command of a line, as virsh does. The URI decides which host answers: a local one is host
-/// `a`. A VM moves when no file `hold/UUID` is left.
+/// `a`. A VM moves when no file `hold/UUID` is left, unless there is a file `fail/UUID`. Files in other
+/// directories change this: a VM in `off` is off at host `a`, one in `leaving` has a migration under way,
+/// one in `lands` arrives when host `b` is asked for its memory, and one in `paused` is paused.
 const SCRIPT: &str = r#"#!/bin/sh
-case $2 in qemu:///*) host=a ;; *) host=b ;; esac
+case $2 in qemu:///* | *//a/*) host=a ;; *) host=b ;; esac
 shift 2
 answer() {
     case $1 in
     echo) echo "$2" ;;
+    capabilities) echo "<host><uuid>$host</uuid></host>" ;;
     list)
+        [ "$host $2" != "b --all" ] || : >"$root/asked"
         for vm in "$root/$host"/*; do
             [ ! -e "$vm" ] || echo "${vm##*/}"
         done
+        [ "$host $2" = "a --all" ] || return 0
+        for vm in "$root/off"/*; do
+            [ ! -e "$vm" ] || echo "${vm##*/}"
+        done
         ;;
-    nodememstats) printf 'total: 67108864 KiB\nfree: 67108864 KiB\n' ;;
+    nodememstats)
+        printf 'total: 67108864 KiB\nfree: 67108864 KiB\n'
+        for vm in "$root/lands"/*; do
+            [ ! -e "$vm" ] || mv "$root/a/${vm##*/}" "$root/b"
+        done
+        ;;
     dominfo)
         [ -e "$root/$host/$2" ] || return 1
         read -r name <"$root/$host/$2"
         printf 'Name: %s\nState: running\nMax memory: 8192 KiB\nPersistent: yes\n' "$name"
         ;;
     domstate)
+        if [ "$host" = a ] && [ -e "$root/off/$3" ]; then
+            echo 'shut off (shutdown)'
+            return
+        fi
         [ -e "$root/$host/$3" ] || return 1
-        echo 'running (booted)'
+        if [ -e "$root/paused/$3" ]; then echo 'paused (user)'; else echo 'running (booted)'; fi
         ;;
     domjobinfo)
         case $2 in
         --completed) printf 'Job type: 3\noperation: 5\ndata_processed: 8388608\ndowntime: 5\n' ;;
-        *) echo 'Job type: None' ;;
+        *)
+            [ ! -e "$root/leaving/$3" ] || printf 'Job type: 2\noperation: 5\n'
+            [ -e "$root/leaving/$3" ] || echo 'Job type: None'
+            ;;
         esac
         ;;
+    migrate-setspeed | migrate-getspeed) echo 1 ;;
+    domjobabort)
+        : >"$root/fail/$2"
+        rm "$root/hold/$2"
+        ;;
+    suspend)
+        : >"$root/suspending"
+        while [ ! -e "$root/asked" ]; do sleep 0.02; done
+        : >"$root/paused/$2"
+        : >"$root/suspended"
+        ;;
+    resume) rm "$root/paused/$2" ;;
     migrate)
         while [ "$1" != --domain ]; do shift; done
+        : >"$root/migrating-$2"
         while [ -e "$root/hold/$2" ]; do sleep 0.02; done
+        if [ -e "$root/fail/$2" ] || [ ! -e "$root/a/$2" ]; then
+            echo 'error: operation failed' >&2
+            return 1
+        fi
         mv "$root/a/$2" "$root/b/$2"
         ;;
     *)
@@ -67,7 +106,9 @@ impl Virsh {
         let virsh = Self {
             scratch: Scratch::in_memory(),
         };
-        for folder in ["a", "b", "hold", "bin"] {
+        for folder in [
+            "a", "b", "hold", "fail", "off", "leaving", "lands", "paused", "bin",
+        ] {
             fs::create_dir(virsh.scratch.join(folder)).unwrap();
         }
         for number in 0..count {
@@ -94,11 +135,43 @@ impl Virsh {
 
     /// The migration of a VM does not end before [`Self::release`].
     pub fn hold(&self, number: usize) {
-        fs::write(self.scratch.join("hold").join(uuid(number)), "").unwrap();
+        self.mark(number, "hold");
     }
 
     pub fn release(&self, number: usize) {
-        fs::remove_file(self.scratch.join("hold").join(uuid(number))).unwrap();
+        self.unmark(number, "hold");
+    }
+
+    /// Makes a file for a VM in a directory.
+    pub fn mark(&self, number: usize, folder: &str) {
+        fs::write(self.file(number, folder), "").unwrap();
+    }
+
+    pub fn unmark(&self, number: usize, folder: &str) {
+        fs::remove_file(self.file(number, folder)).unwrap();
+    }
+
+    fn file(&self, number: usize, folder: &str) -> PathBuf {
+        self.scratch.join(folder).join(uuid(number))
+    }
+
+    /// Moves a VM to another directory, such as `b` or `off`.
+    pub fn put(&self, number: usize, folder: &str) {
+        fs::rename(self.file(number, "a"), self.file(number, folder)).unwrap();
+    }
+
+    /// Whether a file of a VM is in a directory.
+    pub fn is_in(&self, number: usize, folder: &str) -> bool {
+        self.file(number, folder).exists()
+    }
+
+    /// Waits for a file of the script.
+    pub fn wait_for(&self, file: &str) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !self.scratch.join(file).exists() {
+            assert!(Instant::now() < deadline, "no {file}");
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The number of VMs on a host.
@@ -107,6 +180,6 @@ impl Virsh {
     }
 }
 
-fn uuid(number: usize) -> String {
+pub fn uuid(number: usize) -> String {
     format!("00000000-0000-4000-8000-{number:012x}")
 }

@@ -24,7 +24,8 @@ fn ended(vm: usize) -> Event {
 
 /// A schedule of VMs to the given destinations, after its first tick.
 fn begun(rules: Rules, to: &[usize]) -> (Schedule, Vec<Action>) {
-    let mut schedule = Schedule::new(rules, to.into());
+    let to = to.iter().map(|to| (*to, false)).collect();
+    let mut schedule = Schedule::new(rules, to, false);
     let first = schedule.handle(seconds(0), Event::Tick);
     (schedule, first)
 }
@@ -137,7 +138,7 @@ fn a_vm_over_its_time_is_cancelled_until_it_ends() {
 }
 
 #[test]
-fn a_vm_over_its_time_is_paused_once_or_switches_to_post_copy() {
+fn a_vm_over_its_time_is_asked_to_pause_or_to_switch_to_post_copy_until_it_does() {
     let with = |on_limit| Rules {
         time: Some(seconds(60)),
         on_limit,
@@ -145,6 +146,11 @@ fn a_vm_over_its_time_is_paused_once_or_switches_to_post_copy() {
     };
     let (mut schedule, _) = begun(with(OnLimit::Pause), &[0]);
     assert_eq!(schedule.handle(seconds(60), Event::Tick), [Pause(0)]);
+    let soon = seconds(60) + AGAIN / 2;
+    assert!(schedule.handle(soon, Event::Tick).is_empty());
+    assert_eq!(schedule.handle(seconds(62), Event::Tick), [Pause(0)]);
+    let paused = Event::Seen(0, Phase::Paused);
+    assert!(schedule.handle(seconds(63), paused).is_empty());
     assert!(schedule.handle(seconds(90), Event::Tick).is_empty());
     let (mut schedule, _) = begun(with(OnLimit::Postcopy), &[0]);
     assert_eq!(schedule.handle(seconds(60), Event::Tick), [Postcopy(0)]);
@@ -189,7 +195,33 @@ fn an_interrupt_cancels_a_vm_that_was_paused_for_its_time() {
     };
     let (mut schedule, _) = begun(rules, &[0]);
     assert_eq!(schedule.handle(seconds(60), Event::Tick), [Pause(0)]);
-    assert_eq!(schedule.handle(seconds(60), Event::Interrupt), [Cancel(0)]);
+    schedule.handle(seconds(61), Event::Seen(0, Phase::Paused));
+    assert!(schedule.finishing().is_empty());
+    assert_eq!(schedule.handle(seconds(62), Event::Interrupt), [Cancel(0)]);
+}
+
+/// A killed command may leave more migrations under way than the next one lets copy.
+#[test]
+fn migrations_under_way_take_their_places_at_once_even_after_a_doubt() {
+    let to = vec![(0, true), (0, true), (0, false)];
+    let rules = Rules {
+        budgets: Budgets {
+            outbound: Some(8),
+            inbound: None,
+        },
+        ..RULES
+    };
+    for is_halted in [false, true] {
+        let mut schedule = Schedule::new(rules, to.clone(), is_halted);
+        let first = schedule.handle(seconds(0), Event::Tick);
+        assert_eq!(first, [Start(0, Some(4)), Start(1, Some(4))]);
+        let rest = schedule.handle(seconds(1), ended(0));
+        assert_eq!(rest, [Rate(1, Some(8))]);
+        assert!(!schedule.is_over());
+        let rest = schedule.handle(seconds(2), ended(1));
+        assert_eq!(rest.is_empty(), is_halted);
+        assert_eq!(schedule.is_over(), is_halted);
+    }
 }
 
 #[test]
