@@ -124,8 +124,8 @@ pub(super) fn gather(
     Ok(facts)
 }
 
-/// What became of a VM that both hosts had when they were asked, and whose migration is over. `None` if it
-/// is at the source.
+/// What became of a VM that both hosts had when they were asked, although no migration is under way. `None`
+/// if it is at the source.
 fn arrived(source: &Virsh, destination: &Virsh, vm: &Vm) -> Option<Entry> {
     let entry = |result, reason: &str| Some(entry(vm, &destination.uri, result, reason));
     match settle(source, destination, vm) {

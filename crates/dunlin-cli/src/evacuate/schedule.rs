@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A VM in switchover frees its place for the next VM, because the link has little left to carry. A
-//! VM in post-copy keeps its place, because its guest waits for pages. A VM whose migration is already
-//! under way takes a place at once, even if none is free.
+//! VM in post-copy keeps its place, because its guest waits for pages. A migration that is already under
+//! way takes a place at once, even if none is free.
 
 use std::time::Duration;
 
