@@ -1,8 +1,8 @@
 //! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
 //! journals, status or errors.
 //! The canaries are bytes that the test writes into a guest's memory, and the secret number and a
-//! line of each key's file. The test searches for parts of each, raw, in base64, and as integers of
-//! one to eight bytes in hexadecimal and decimal.
+//! line of each key's file. The test searches for parts of each, raw, escaped, in base64, and as
+//! integers of one to eight bytes in hexadecimal and decimal.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -48,6 +48,7 @@ impl Canary {
         for part in self.bytes.windows(PART_BYTES) {
             needles.push(part.to_vec());
             needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
+            needles.push(part.escape_ascii().to_string().into_bytes());
             for separator in SEPARATORS {
                 needles.push(joined(part, separator, |byte| format!("{byte:02x}")));
                 needles.push(joined(part, separator, |byte| format!("{byte:02X}")));
@@ -148,6 +149,12 @@ fn base64(bytes: &[u8]) -> Vec<u8> {
         [18, 12, 6, 0].map(|shift| ALPHABET[(bits >> shift & 63) as usize])
     });
     groups.collect()
+}
+
+/// Random letters, which text of bytes that are not UTF-8 contains, too.
+fn letters(count: usize) -> Vec<u8> {
+    let letter = |byte: u8| b'a' + byte % 26;
+    random(count).into_iter().map(letter).collect()
 }
 
 fn random(bytes: usize) -> Vec<u8> {
@@ -337,14 +344,16 @@ fn address(line: &str) -> String {
     line[at..].chars().take_while(digits).collect()
 }
 
-fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
+fn moves(scene: &mut Scene, json: &str, pages: &[&[u8]]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // Write the canary after the guest's working set and the filled part, where the guest does not
-    // overwrite it.
-    let place = 24 << 20;
-    memory.write_all_at(canary, start + place).unwrap();
+    // Write the canaries after the guest's working set and the filled part, where the guest does not
+    // overwrite them, each at the begin of a page.
+    let places: Vec<_> = (24_u64 << 20..).step_by(4096).zip(pages).collect();
+    for (place, canary) in &places {
+        memory.write_all_at(canary, start + place).unwrap();
+    }
 
     let receive = format!("vm receive --listen 127.0.0.1:0 --peer a.test {json}");
     let mut destination = scene.owner(&receive, "two", Some("b"));
@@ -394,9 +403,11 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     assert_eq!(scene.migrate("one", &to, "a", &verified).code(), 0);
     destination.wait_for("two/vm.sock");
     let (memory, start) = destination.memory();
-    let mut arrived = vec![0; canary.len()];
-    memory.read_exact_at(&mut arrived, start + place).unwrap();
-    assert_eq!(arrived, canary, "the canary has moved");
+    for (place, canary) in &places {
+        let mut arrived = vec![0; canary.len()];
+        memory.read_exact_at(&mut arrived, start + place).unwrap();
+        assert_eq!(&arrived, *canary, "the canary has moved");
+    }
 
     assert_eq!(
         scene.run(scene.with(&format!("vm status --name vm {json}"), "two")),
@@ -436,14 +447,15 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     fs::write(key("broken"), text.replace("-----END", "*-----END")).unwrap();
     fs::copy(key("a"), key("mixed")).unwrap();
     fs::set_permissions(key("open"), PermissionsExt::from_mode(0o644)).unwrap();
-    let marker = random(48);
-    canaries.push(Canary {
+    let pages = [random(48), letters(48)];
+    canaries.extend(pages.iter().map(|page| Canary {
         name: "the guest's memory".into(),
-        bytes: marker.clone(),
-    });
+        bytes: page.clone(),
+    }));
 
-    moves(&mut scene, "--json", &marker);
-    moves(&mut scene, "", &marker);
+    let pages = pages.each_ref().map(Vec::as_slice);
+    moves(&mut scene, "--json", &pages);
+    moves(&mut scene, "", &pages);
 
     let everything = scene.everything();
     let bytes: usize = everything.iter().map(|(_, content)| content.len()).sum();
@@ -489,6 +501,7 @@ fn a_canary_is_found_in_every_encoding() {
         format!("{part:?}").into_bytes(),
         format!("{part:02x?}").into_bytes(),
         format!("{part:#?}").into_bytes(),
+        part.escape_ascii().to_string().into_bytes(),
         base64(part),
         [&b"xx"[..], &base64(&canary.bytes[1..])].concat(),
         format!("{shorts:?}").into_bytes(),
