@@ -124,6 +124,7 @@ fn a_stopped_peer_is_reported_and_its_channels_wait_for_it() {
     println!("{took:?}: {line}");
     // It takes 2 s. After 5 s, the line would be about the loss of the control lane.
     assert!(took < Duration::from_secs(4), "{took:?}: {line}");
+    assert!(line.contains(" host_answers=true"), "{line}");
     near.write_all(b"y").unwrap();
     far.read_exact(&mut [0]).unwrap();
     exchange(near, far);

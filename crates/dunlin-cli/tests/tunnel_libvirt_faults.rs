@@ -68,6 +68,7 @@ fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
                 let source = scene.tunnels[Side::A as usize].as_ref().unwrap();
                 let line = source.wait_for(" fault=control-lost ");
                 assert!(since.elapsed() < SOON, "{:?}: {line}", since.elapsed());
+                assert!(line.contains(" host_answers=true"), "{line}");
             }
         };
         let took = scene.interrupted(Side::A, &vm, SLOW, end);

@@ -1,5 +1,5 @@
-//! Two tunnels of which only one connects. Two tests have a firewall between the tunnels' hosts,
-//! which are network namespaces. In the third, each tunnel has a certificate for its own role only.
+//! Two tunnels of which only one connects. Three tests have a firewall between the tunnels' hosts,
+//! which are network namespaces. In the fourth, each tunnel has a certificate for its own role only.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -9,9 +9,10 @@ mod tunnel;
 mod wires;
 
 use std::fs;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_test_base::sockets::{TIMEOUT, accepted};
 use serde_json::Value;
@@ -160,6 +161,26 @@ fn a_firewall_that_admits_no_lanes_is_named_on_both_hosts() {
             "{line}"
         );
     }
+}
+
+/// No packet reaches the far host any more. The report of the silent peer says so within the time in which
+/// a stopped process is reported.
+#[test]
+fn a_host_that_is_gone_is_reported_as_one_that_does_not_answer() {
+    let Some(wire) = Wire::new(None) else { return };
+    let scene = Scene::new(&wire);
+    let mut near = connect(scene.hosts.scratch.join("in"));
+    let mut far = accepted(&scene.target);
+    near.write_all(b"x").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    filter(|command| wire.at_b(command), &["iifname wire drop"]);
+    let begin = Instant::now();
+    let line = scene.near.wait_for(" fault=control-lost ");
+    let took = begin.elapsed();
+    println!("{took:?}: {line}");
+    assert!(line.contains(" host_answers=false"), "{line}");
+    // It takes 2 s. After 5 s, the line would be about the loss of the control lane.
+    assert!(took < Duration::from_secs(4), "{took:?}: {line}");
 }
 
 /// Makes a directory in QEMU's layout that has a host's certificate for one role only.

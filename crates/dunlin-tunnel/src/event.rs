@@ -75,7 +75,9 @@ pub enum Event {
     PeerSilent {
         /// The peer's name.
         peer: String,
-        /// Whether the peer's host answers.
+        /// Whether the peer's host acknowledges what it receives.
+        host_answers: bool,
+        /// What is silent, and when it counts as lost.
         failure: Failure,
     },
     /// The control lane was lost; it may be resumed.

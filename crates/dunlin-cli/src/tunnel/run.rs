@@ -191,6 +191,7 @@ impl Run {
 /// Logs an event with its route, channel, peer, lane and fault code.
 fn log_event(event: &Event) {
     let (mut route, mut channel, mut peer, mut lane) = (None, None, None, None);
+    let mut host_answers = None;
     match event {
         Event::Opened(id)
         | Event::Closed(id)
@@ -207,10 +208,14 @@ fn log_event(event: &Event) {
         Event::TrunkUp { peer: to, .. }
         | Event::TrunkFailed { to, .. }
         | Event::TrunkEnded { peer: to, .. }
-        | Event::PeerSilent { peer: to, .. }
         | Event::ControlLost { peer: to, .. }
         | Event::ControlResumed { peer: to }
         | Event::Rejected { from: to, .. } => peer = Some(to),
+        Event::PeerSilent {
+            peer: to,
+            host_answers: answers,
+            ..
+        } => (peer, host_answers) = (Some(to), Some(*answers)),
         _ => {}
     }
     let fault = event.fault().map(FaultCode::name);
@@ -222,7 +227,7 @@ fn log_event(event: &Event) {
         | Event::Closed(_)
         | Event::LeftUnread { .. }
         | Event::ListenerRestored { .. } => info!(route, channel, peer, lane, "{event}"),
-        _ => warn!(route, channel, peer, lane, fault, "{event}"),
+        _ => warn!(route, channel, peer, lane, fault, host_answers, "{event}"),
     }
 }
 
