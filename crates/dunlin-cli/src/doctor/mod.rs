@@ -107,7 +107,9 @@ impl Doctor {
             !is_measured || !self.peers.is_empty(),
             "--path measured needs a peer: give --peer HOST"
         );
-        let examined = [&["this host".to_owned()][..], &self.peers].concat().join(", ");
+        let examined = [&["this host".to_owned()][..], &self.peers]
+            .concat()
+            .join(", ");
         let _waiting = Waiting::new(self.json, &format!("examining {examined}"));
         let (of_peers, measured) = match (&config, &self.peers[..]) {
             (_, []) => (Vec::new(), None),
