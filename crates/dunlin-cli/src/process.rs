@@ -73,7 +73,8 @@ impl Process {
         Ok((process, address))
     }
 
-    /// Starts `vm run` with a guest of this name, and waits until the guest runs.
+    /// Starts `vm run` with a guest of this name, and waits until the guest runs. If `more` asks for
+    /// several, waits for the first.
     pub(crate) fn running(
         scratch: &Scratch,
         control: &Path,

@@ -141,6 +141,27 @@ fn i1_i3_three_vms_arrive_in_one_process_and_leave_it_one_by_one() {
 }
 
 #[test]
+fn i1_i3_two_vms_leave_the_process_that_runs_both() {
+    let hosts = Hosts::new();
+    let to = hosts.receive("b", "to", "--sessions 2 --peer a.test");
+    let command = words(&format!("vm run --name vm --vms 2 {GUEST}"));
+    let from = Process::start(command, &hosts.scratch.join("from"));
+    let names = [(); 2].map(|()| text(&from.wait_for("started")["name"]));
+    assert_eq!(names, ["vm-1", "vm-2"]);
+    let published = fs::read_dir(from.control.join("status")).unwrap();
+    assert_eq!(published.count(), 2);
+    for name in &names {
+        assert_eq!(status(name, &from)["state"], "running");
+        let client = migrate(&hosts, (name, &from), &to, "a", "--verify");
+        let moved = client.wait_for_any(&["moved", "failed"]);
+        assert_eq!(moved["digests_equal"], true, "{moved}");
+        assert_eq!(status(name, &to)["state"], "running");
+    }
+    let (code, last) = from.ended();
+    assert_eq!((code, &last["state"]), (0, &"moved".into()));
+}
+
+#[test]
 fn i2_i7_a_vm_beyond_the_maximum_is_refused_and_stays() {
     let hosts = Hosts::new();
     let to = hosts.receive("b", "to", "--sessions 2 --peer a.test");
@@ -213,6 +234,8 @@ fn several_vms_need_a_control_directory_and_a_possible_number() {
         ));
         command.arg("--identity").arg(hosts.scratch.join("b"));
         finish(command).expect(code);
+        let flags = flags.replace("--sessions", "--vms");
+        finish(words(&format!("vm run --name vm {flags} {GUEST}"))).expect(code);
     }
 }
 
@@ -230,7 +253,8 @@ fn i3_the_demo_of_an_evacuation_ends_with_one_object() {
         moved.insert(text(&line["name"]));
         started = children(demo.pid());
     }
-    assert_eq!(started.len(), 4);
+    // One process for each host.
+    assert_eq!(started.len(), 2);
     let (code, last) = demo.ended();
     assert_eq!(code, 0, "{last}");
     let keys: BTreeSet<&str> = last

@@ -1,8 +1,8 @@
 //! `dunlin demo --evacuate N`: several guests leave one host for another at once.
 //!
-//! At the source, each guest has a process `dunlin vm run` of its own. At the destination, one
-//! process `dunlin vm receive` receives all guests through one listener, and then owns them. The
-//! checks are those of a demo with one guest.
+//! At the source, one process `dunlin vm run` owns all guests. At the destination, one process
+//! `dunlin vm receive` receives them through one listener, and then owns them. The checks are those
+//! of a demo with one guest.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -33,8 +33,6 @@ const PROGRESS_PAUSE: Duration = Duration::from_secs(1);
 struct Guest {
     name: String,
     control: PathBuf,
-    /// Dropped, and so killed, after the demo.
-    _process: Process,
 }
 
 /// A guest that has arrived.
@@ -57,10 +55,7 @@ impl Demo {
         let sessions = count.to_string();
         let receive = [&self.receive_flags()[..], &["--sessions", &sessions]].concat();
         let (mut destination, address) = Process::receiving(scratch, &scratch.join("b"), &receive)?;
-        let guests: Result<Vec<Guest>> = (1..=count)
-            .map(|number| self.guest(number, guest, scratch))
-            .collect();
-        let guests = guests?;
+        let (_source, guests) = self.start_all(count, guest, scratch)?;
         thread::sleep(RUNS_FOR);
         drop(waiting);
         let began = Instant::now();
@@ -83,17 +78,27 @@ impl Demo {
         self.report(&moved, failed, total, equal, checked)
     }
 
-    fn guest(&self, number: u16, kind: GuestKind, scratch: &Scratch) -> Result<Guest> {
-        let name = format!("demo-{number}");
-        let control = scratch.join(&format!("{name}.sock"));
-        let flags = self.run_flags(kind);
+    /// Starts the source, and waits until all guests run.
+    fn start_all(
+        &self,
+        count: u16,
+        kind: GuestKind,
+        scratch: &Scratch,
+    ) -> Result<(Process, Vec<Guest>)> {
+        let mut flags = self.run_flags(kind);
+        flags.extend(["--vms".to_owned(), count.to_string()]);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-        let process = Process::running(scratch, &control, &name, &flags)?;
-        Ok(Guest {
-            name,
-            control,
-            _process: process,
-        })
+        let control = scratch.join("a");
+        let mut source = Process::running(scratch, &control, "demo", &flags)?;
+        for _ in 1..count {
+            source.wait_for(|line| matches!(line, Line::Started { .. }).then_some(()))?;
+        }
+        let guest = |number| {
+            let name = format!("demo-{number}");
+            let control = control.join(format!("{name}.sock"));
+            Guest { name, control }
+        };
+        Ok((source, (1..=count).map(guest).collect()))
     }
 
     /// Moves all guests at once; returns how each move ended.

@@ -30,6 +30,7 @@ use crate::identity::client_tls;
 use crate::line::{FailedLine, Line, MovedLine};
 use crate::log::{self, LogFlags};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
+use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
 use crate::service::start;
 use crate::state::StatePath;
@@ -66,8 +67,15 @@ pub(crate) struct Own {
 }
 
 impl Own {
-    /// The state of this process's VM. `several` is set if the process may own several.
-    pub(super) fn service(&self, several: bool) -> Result<Arc<ControlService>> {
+    /// The state of each of this process's VMs.
+    pub(super) fn services(&self, count: u16) -> Result<Vec<Arc<ControlService>>> {
+        let several = count > 1;
+        if several && self.control.directory().is_none() {
+            bail!(
+                "--control names one socket, but each of several VMs has its own (at fault: \
+                 configuration): give a directory"
+            );
+        }
         self.log.start(None);
         let output = Output {
             json: self.json,
@@ -76,7 +84,19 @@ impl Own {
         let records = self.state.ipsec_records()?;
         let history = history::directory(&self.control);
         let journal = self.state.open()?;
-        Ok(ControlService::new(output, journal, records, history))
+        let first = ControlService::new(output, journal, records, history);
+        let more = (1..count).map(|_| first.another());
+        Ok([Arc::clone(&first)].into_iter().chain(more).collect())
+    }
+
+    /// The status socket of each VM, KIND-PID.sock.
+    pub(super) fn status_sockets(&self, count: u16) -> Vec<StatusSocket> {
+        let kind = |number| match number {
+            1 => "vm".into(),
+            number => format!("vm-{number}"),
+        };
+        let bind = |number| StatusSocket::bind(&self.control, &kind(number));
+        (1..=count).map(bind).collect()
     }
 
     pub(super) fn memory(&self) -> HostOptions {

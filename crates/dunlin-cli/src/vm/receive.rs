@@ -32,7 +32,6 @@ use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit, parse_rate};
 use crate::progress::Waiting;
-use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
 use crate::service::{cannot_listen, on_own_thread, start};
 use crate::text::{chained, clean};
@@ -70,18 +69,11 @@ pub(crate) struct Receive {
 impl Receive {
     pub(crate) fn run(self) -> Result<i32> {
         let several = self.sessions > 1;
-        if several && self.own.control.directory().is_none() {
-            bail!(
-                "--control names one socket, but each of several VMs has its own (at fault: \
-                 configuration): give a directory"
-            );
-        }
         if several {
             heap::share();
         }
-        let first = self.own.service(several)?;
-        let more = (1..self.sessions).map(|_| first.another());
-        let services: Vec<_> = [Arc::clone(&first)].into_iter().chain(more).collect();
+        let services = self.own.services(self.sessions)?;
+        let first = Arc::clone(&services[0]);
         let hang_ups = HangUps::block()?;
         let signals = EndSignals::block()?;
         let (accepting, warnings) = Accepting::load(&self.common)?;
@@ -93,9 +85,7 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
-        let published: Vec<_> = (1..=self.sessions)
-            .map(|number| StatusSocket::bind(&self.own.control, &kind(number)))
-            .collect();
+        let published = self.own.status_sockets(self.sessions);
         // Confine the process before it starts threads, because existing threads would keep their
         // privileges and their access to files.
         let beside = self.own.control.socket("vm")?;
@@ -183,15 +173,6 @@ impl Receive {
 
     fn say(&self, line: &Line) {
         line.say(self.own.json);
-    }
-}
-
-/// The kind in the name of a VM's status socket, KIND-PID.sock. `number` is the number of the VM in
-/// this process.
-fn kind(number: u16) -> String {
-    match number {
-        1 => "vm".into(),
-        number => format!("vm-{number}"),
     }
 }
 
