@@ -65,6 +65,12 @@ impl Carry {
         let mut before = Vec::new();
         let mut reason = String::new();
         let is_new = self.vm.bound.is_none();
+        // A migration that was already under way keeps its settings.
+        if is_new && !asked.is_cancelled.load(Ordering::SeqCst) {
+            // No request changes the settings meanwhile.
+            let _no_request = lock(&asked.is_over);
+            before = self.settings();
+        }
         // libvirt keeps the figures of an earlier migration if this one fails at once.
         let stale = is_new.then(|| self.last_job()).flatten();
         if is_new && self.is_off() {
@@ -75,9 +81,7 @@ impl Carry {
                 took: began.elapsed(),
             };
         }
-        // A migration that was already under way keeps its settings.
         if is_new && !asked.is_cancelled.load(Ordering::SeqCst) {
-            before = self.settings();
             reason = match self.migrate() {
                 Ok(reason) => reason,
                 Err(error) => format!("{error:#}"),
