@@ -151,7 +151,7 @@ fn base64(bytes: &[u8]) -> Vec<u8> {
     groups.collect()
 }
 
-/// Random letters, which text of bytes that are not UTF-8 contains, too.
+/// Random letters. Unlike other bytes, they survive a conversion to UTF-8 text.
 fn letters(count: usize) -> Vec<u8> {
     let letter = |byte: u8| b'a' + byte % 26;
     random(count).into_iter().map(letter).collect()
@@ -349,7 +349,7 @@ fn moves(scene: &mut Scene, json: &str, pages: &[&[u8]]) {
     source.wait_for("control");
     let (memory, start) = source.memory();
     // Write the canaries after the guest's working set and the filled part, where the guest does not
-    // overwrite them, each at the begin of a page.
+    // overwrite them, each at the start of a page.
     let places: Vec<_> = (24_u64 << 20..).step_by(4096).zip(pages).collect();
     for (place, canary) in &places {
         memory.write_all_at(canary, start + place).unwrap();

@@ -10,8 +10,6 @@ mod tunnel;
 #[path = "support/virsh.rs"]
 mod virsh;
 
-use std::process::Command;
-
 use dunlin_bench::process::peak_bytes;
 use serde_json::Value;
 use support::{Process, finish, words};
@@ -21,23 +19,13 @@ use virsh::Virsh;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// `dunlin evacuate` of host `a` of a script's hosts.
-fn evacuate(virsh: &Virsh, flags: &str) -> Command {
-    let mut command = words("evacuate --from qemu:///system --to qemu+tcp://b/system --state-dir");
-    command
-        .arg(virsh.state())
-        .args(flags.split_whitespace())
-        .env("PATH", virsh.path());
-    command
-}
-
 /// Evacuates a host, and returns the peak memory of the command.
 fn peak_of(count: usize) -> u64 {
     let virsh = Virsh::new(count);
     // The last VM waits until the memory has been read.
     let last = count - 1;
     virsh.hold(last);
-    let command = evacuate(&virsh, "--parallel 4");
+    let command = virsh.evacuate("--parallel 4");
     let run = Process::follow(command, &virsh.state());
     for _ in 0..last {
         let ended = run.wait_for("ended");
@@ -69,7 +57,7 @@ fn i8_the_commands_memory_hardly_grows_with_the_number_of_vms() {
 
 /// The codes of the warnings of a dry run on host `a`.
 fn warnings(scene: &etc::Scene, virsh: &Virsh, flags: &str) -> Vec<String> {
-    let command = evacuate(virsh, &format!("--json --dry-run {flags}"));
+    let command = virsh.evacuate(&format!("--json --dry-run {flags}"));
     let path = format!("export PATH='{}'", virsh.path());
     let done = finish(scene.command_after("a", &path, &command)).expect(0);
     let lines = done.lines();

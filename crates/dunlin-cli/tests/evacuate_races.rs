@@ -8,27 +8,17 @@ mod support;
 mod virsh;
 
 use std::fs;
-use std::process::Command;
 
 use serde_json::{Value, json};
-use support::{Done, Process, finish, words};
+use support::{Done, Process, finish};
 use virsh::{Virsh, uuid};
 
-fn evacuate(virsh: &Virsh, flags: &str) -> Command {
-    let mut command = words("evacuate --from qemu:///system --to qemu+tcp://b/system --state-dir");
-    command
-        .arg(virsh.state())
-        .args(flags.split_whitespace())
-        .env("PATH", virsh.path());
-    command
-}
-
 fn run(virsh: &Virsh, flags: &str) -> Done {
-    finish(evacuate(virsh, &format!("--json {flags}")))
+    finish(virsh.evacuate(&format!("--json {flags}")))
 }
 
 fn begin(virsh: &Virsh, flags: &str) -> Process {
-    Process::follow(evacuate(virsh, flags), &virsh.state())
+    Process::follow(virsh.evacuate(flags), &virsh.state())
 }
 
 /// The numbers `vms`, `moved`, `failed` and `doubt` of a report.

@@ -4,10 +4,11 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::support::Scratch;
+use super::support::{Scratch, words};
 
 /// Runs each command of a line, as virsh does. The URI decides which host answers: a local one is host
 /// `a`. A VM moves when no file `hold/UUID` is left, unless there is a file `fail/UUID`. Files in other
@@ -131,6 +132,17 @@ impl Virsh {
 
     pub fn state(&self) -> PathBuf {
         self.scratch.join("state")
+    }
+
+    /// `dunlin evacuate` of host `a`.
+    pub fn evacuate(&self, flags: &str) -> Command {
+        let mut command =
+            words("evacuate --from qemu:///system --to qemu+tcp://b/system --state-dir");
+        command
+            .arg(self.state())
+            .args(flags.split_whitespace())
+            .env("PATH", self.path());
+        command
     }
 
     /// The migration of a VM does not end before [`Self::release`].

@@ -99,8 +99,8 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
-    /// Passes an offer that waits for this slot to another slot. Dropping the last handle closes the listener,
-    /// unless a source still has to confirm a release.
+    /// Passes an offer that waits for this slot to another slot. Dropping the last handle closes
+    /// the listener, unless a source still has to confirm a release.
     fn drop(&mut self) {
         self.0.router.close(self.0.slot);
         // If the count is 1, this is the only reference, so no other thread can clone it.
