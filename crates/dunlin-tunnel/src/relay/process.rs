@@ -21,10 +21,10 @@ use dunlin_lane::sync::lock;
 ///
 /// Drawback: a busy direction has two buffers of this size, one for the bytes and one for their
 /// records.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 512 << 10;
 /// The size of the buffers of a busy channel, in bytes, for both directions. The buffers count
 /// towards [`Limits::peer_bytes`](crate::Limits::peer_bytes).
-pub(super) const CHANNEL_BYTES: u64 = 2 * (560 << 10);
+pub(super) const CHANNEL_BYTES: u64 = 2 * (1080 << 10);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 // A record is at most 29 bytes longer than its content, and rustls buffers one more record per
