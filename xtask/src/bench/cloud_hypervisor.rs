@@ -1,4 +1,4 @@
-//! Migrations of Cloud Hypervisor in `cargo xtask bench whole`.
+//! Migrations of Cloud Hypervisor in `cargo xtask bench whole` and `cargo xtask bench tunnel`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -15,14 +15,35 @@ use serde_json::{Value, json};
 
 use super::whole::{self, Moved};
 
+/// How a migration gets from the source to the destination.
+pub(super) struct Way<'a> {
+    /// Where the source connects, and where the destination listens, as Cloud Hypervisor's URLs.
+    pub(super) urls: [String; 2],
+    pub(super) connections: u8,
+    /// The folder with the files of Cloud Hypervisor's own TLS.
+    pub(super) tls: Option<&'a Path>,
+}
+
+impl<'a> Way<'a> {
+    /// Over TCP, without a tunnel.
+    pub(super) fn direct(connections: u8, tls: Option<&'a Path>) -> Result<Self> {
+        // Another program may take this free port before Cloud Hypervisor listens there. Cloud
+        // Hypervisor then reports that, and this turn fails. Use an address instead of a name: with
+        // some versions of glibc, Cloud Hypervisor's seccomp filter kills the process when it looks
+        // up a name.
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let url = format!("tcp:127.0.0.1:{port}");
+        Ok(Self {
+            urls: [url.clone(), url],
+            connections,
+            tls,
+        })
+    }
+}
+
 /// Starts a guest and migrates it once. `content` is a file with the memory of a guest that writes
 /// no pages.
-pub(super) fn migrate(
-    workload: &Workload,
-    content: Option<&Path>,
-    connections: u8,
-    tls: Option<&Path>,
-) -> Result<Moved> {
+pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>) -> Result<Moved> {
     let program = &program().context("set CLOUD_HYPERVISOR to the path of its binary")?;
     let scratch = Scratch::try_new().context("cannot create a scratch folder")?;
     let image = scratch.join("bare.elf");
@@ -46,11 +67,8 @@ pub(super) fn migrate(
             .map(|&id| process::cpu_s(id))
             .sum::<Result<f64>>()
     };
-    // Another program may take this free port before Cloud Hypervisor listens there. Cloud
-    // Hypervisor then reports that, and this turn fails.
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let with_tls = |mut body: Value| {
-        if let Some(folder) = tls {
+        if let Some(folder) = way.tls {
             body["tls_dir"] = folder.to_string_lossy().into();
         }
         body
@@ -58,16 +76,14 @@ pub(super) fn migrate(
     whole::touch(workload)?;
     let before = cpu()?;
     thread::scope(|scope| {
-        let body = with_tls(json!({ "receiver_url": format!("tcp:127.0.0.1:{port}") }));
+        let [to, at] = &way.urls;
+        let body = with_tls(json!({ "receiver_url": at }));
         // The answer arrives when the migration has ended.
         let api = destination.api();
         let received = scope.spawn(move || api.request("vm.receive-migration", &body));
         destination.wait_event("migration-receive-ready")?;
         let begin = Instant::now();
-        // Use an address instead of a name. With some versions of glibc, Cloud Hypervisor's seccomp
-        // filter kills the process when it looks up a name.
-        let url = format!("tcp:127.0.0.1:{port}");
-        let body = with_tls(json!({ "destination_url": url, "connections": connections }));
+        let body = with_tls(json!({ "destination_url": to, "connections": way.connections }));
         source.api().request("vm.send-migration", &body)?;
         let paused = source.wait_event("pausing")?;
         let resumed = destination.wait_event("resumed")?;

@@ -6,8 +6,8 @@
 //! reader, opening connections) is the same for all variants and not part of the CPU time.
 
 use std::fmt;
-use std::fs::File;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -17,6 +17,7 @@ use dunlin_rig::debian;
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
 
+use super::cloud_hypervisor::{self, Way};
 use super::ends::{Ends, Site, Variant};
 use super::load::{self, Moved};
 use super::migration::{self, Limits};
@@ -38,6 +39,9 @@ pub struct TunnelOptions {
     /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
+    /// Skips the measurements with Cloud Hypervisor, which CLOUD_HYPERVISOR=PATH adds.
+    #[arg(long)]
+    without_cloud_hypervisor: bool,
     /// QEMU's downtime limits, each measured in every round: QEMU switches over once it predicts
     /// no more than this downtime.
     #[arg(long, value_name = "MS", value_delimiter = ',', default_value = "300")]
@@ -99,6 +103,7 @@ enum Turn<'a> {
         channels: Option<u8>,
         downtime_limit: u32,
     },
+    CloudHypervisor(&'a Pair),
 }
 
 impl fmt::Display for Turn<'_> {
@@ -107,6 +112,7 @@ impl fmt::Display for Turn<'_> {
             Self::Bulk { ends, streams } => write!(out, "{} ends, streams: {streams}", ends.name()),
             Self::PingPong { bytes } => write!(out, "round trips, bytes: {bytes}"),
             Self::Stalled(pair) => write!(out, "{}, stalled channel", pair.variant),
+            Self::CloudHypervisor(pair) => write!(out, "{}, Cloud Hypervisor", pair.variant),
             Self::Qemu {
                 pair,
                 channels,
@@ -161,6 +167,14 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             }
         }
     }
+    if !options.without_cloud_hypervisor {
+        if dunlin_rig::cloud_hypervisor::program().is_some() {
+            let ends = pairs.iter().filter(|pair| pair.variant.carries_streams());
+            turns.extend(ends.map(Turn::CloudHypervisor));
+        } else {
+            eprintln!("the variable CLOUD_HYPERVISOR is not set: Cloud Hypervisor is left out");
+        }
+    }
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len());
     let measured = turns::rounds(options.rounds, &turns, |turn| {
@@ -185,6 +199,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
                 };
                 migrate(&site, pair, setup, channels, limits, &mut results)
             }
+            (Turn::CloudHypervisor(pair), _) => migrate_cloud_hypervisor(&site, pair, &mut results),
             (Turn::Qemu { .. }, None) => unreachable!("QEMU has turns only if it is available"),
         }
     });
@@ -341,6 +356,31 @@ fn migrate(
             .figure("guest_downtime_ms", moved.guest_downtime_ms);
     }
     line.add();
+    Ok(())
+}
+
+/// Migrates over a single stream between unix sockets, without Cloud Hypervisor's own TLS.
+fn migrate_cloud_hypervisor(site: &Site, pair: &Pair, results: &mut Results) -> Result<()> {
+    // An earlier destination may have left its socket behind.
+    let _ = fs::remove_file(site.qemu());
+    let url = |path: &Path| format!("unix:{}", path.display());
+    let way = Way {
+        urls: [url(&pair.qemu), url(&site.qemu())],
+        connections: 1,
+        tls: None,
+    };
+    let tunnel = pair.cpu_s()?;
+    let moved = cloud_hypervisor::migrate(&WORKLOAD, None, &way)
+        .with_context(|| format!("Cloud Hypervisor through {}", pair.variant))?;
+    let gibibytes = f64::from(WORKLOAD.memory_mib) / 1024.0;
+    results
+        .line("tunnel-cloud-hypervisor", &pair.variant.to_string())
+        .with("streams", 1)
+        .with("ends", "unix")
+        .figure("total_s", moved.total_s)
+        .figure("cpu_s_per_gib", (pair.cpu_s()? - tunnel) / gibibytes)
+        .figure("guest_downtime_ms", moved.downtime_ms)
+        .add();
     Ok(())
 }
 

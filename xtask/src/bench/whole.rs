@@ -324,7 +324,8 @@ impl Rig {
             Peer::CloudHypervisor { connections, tls } => {
                 let folder = self.credentials.folder();
                 let tls = tls.then_some(folder.as_path());
-                cloud_hypervisor::migrate(&workload, content.as_deref(), connections, tls)
+                let way = cloud_hypervisor::Way::direct(connections, tls)?;
+                cloud_hypervisor::migrate(&workload, content.as_deref(), &way)
             }
         }
     }
