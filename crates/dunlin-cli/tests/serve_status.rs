@@ -553,7 +553,8 @@ fn i7_hostile_clients_get_an_error_and_stop_no_other_client() {
 #[test]
 fn a_name_of_another_site_gets_no_answer_over_tcp() {
     let scratch = Scratch::new();
-    let mut command = words("serve-status --listen 127.0.0.1:0 --host status.example --control");
+    let mut command =
+        words("serve-status --cpu-limit 100 --listen 127.0.0.1:0 --host status.example --control");
     command.arg(scratch.path());
     let process = Process::start(command);
     let line = process.wait_for("listening on http://");

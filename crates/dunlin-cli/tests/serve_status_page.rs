@@ -76,7 +76,7 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test --rate 2M");
     migration.wait_for("progress");
 
-    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    let mut command = words("serve-status --cpu-limit 100 --listen 127.0.0.1:0 --control");
     command.arg(&source.control);
     let process = Process::start(command);
     let line = process.wait_for("listening on http://");
@@ -123,7 +123,7 @@ fn a_browser_gives_no_other_site_the_status() {
         return;
     }
     let scratch = Scratch::new();
-    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    let mut command = words("serve-status --cpu-limit 100 --listen 127.0.0.1:0 --control");
     command.arg(scratch.path());
     let process = Process::start(command);
     let line = process.wait_for("listening on http://");
@@ -167,7 +167,7 @@ fn i8_a_browser_shows_the_most_urgent_of_a_thousand_migrations() {
     }
     let scratch = Scratch::new();
     let _fakes = Fakes::start(scratch.path(), 1000, migrating);
-    let mut command = words("serve-status --listen 127.0.0.1:0 --control");
+    let mut command = words("serve-status --cpu-limit 100 --listen 127.0.0.1:0 --control");
     command.arg(scratch.path());
     let process = Process::start(command);
     let line = process.wait_for("listening on http://");

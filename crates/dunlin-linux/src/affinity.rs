@@ -1,5 +1,5 @@
-//! Which CPUs a thread may run on, and how much CPU time it has used (sched_setaffinity(2),
-//! clock_gettime(2)).
+//! Which CPUs a thread may run on, and how much CPU time a thread or the process has used
+//! (sched_setaffinity(2), clock_gettime(2)).
 
 use std::io;
 use std::time::Duration;
@@ -45,8 +45,17 @@ pub fn allowed() -> io::Result<Vec<usize>> {
 /// User and system time that the calling thread has used.
 #[must_use]
 pub fn thread_cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::try_from(time).expect("CPU time is not negative")
+    cpu_time(ClockId::ThreadCPUTime)
+}
+
+/// User and system time that all threads of the process have used.
+#[must_use]
+pub fn process_cpu_time() -> Duration {
+    cpu_time(ClockId::ProcessCPUTime)
+}
+
+fn cpu_time(clock: ClockId) -> Duration {
+    Duration::try_from(clock_gettime(clock)).expect("CPU time is not negative")
 }
 
 #[cfg(test)]

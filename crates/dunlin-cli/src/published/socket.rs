@@ -22,9 +22,9 @@ use crate::text::chained;
 /// Subdirectory of the control directory for status sockets.
 pub(crate) const STATUS: &str = "status";
 
-/// Pause after each client. A status takes less than 100 µs, so clients can take at most 1 % of a
+/// Pause after each client. A status takes less than 100 µs, so clients can take at most 0.5 % of a
 /// CPU from the process.
-const PAUSE: Duration = Duration::from_millis(10);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// How long one write may wait for a client that does not read. The status of most processes fits
 /// the buffer of the socket, so that the write does not wait.

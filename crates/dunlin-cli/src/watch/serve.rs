@@ -7,15 +7,18 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 use std::{fs, io, thread};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use dunlin_linux::affinity::{allowed, process_cpu_time};
 use dunlin_linux::local;
 use dunlin_linux::signals::EndSignals;
 use dunlin_linux::socket::is_held;
 use dunlin_tunnel::FileAccess;
 
+use super::budget::{Budget, Times};
 use super::http::{self, Answer, Connection};
 use super::metrics::MEDIA_TYPE;
 use super::page;
@@ -50,6 +53,10 @@ pub(crate) struct ServeStatus {
     /// Mode of the unix socket in octal.
     #[arg(long, value_name = "MODE", value_parser = parse_mode, default_value = "0660")]
     mode: u32,
+    /// CPU time that this process may use on average, in percent of the CPUs on which it may run.
+    /// Above it, clients wait.
+    #[arg(long, value_name = "PERCENT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=100))]
+    cpu_limit: u8,
     #[command(flatten)]
     control: ControlPath,
     #[command(flatten)]
@@ -73,6 +80,8 @@ impl ServeStatus {
         // This comes before the confinement, which forbids reading the host's name and reaching the
         // service manager.
         let source = Source::new(&self.control);
+        let cpus = allowed()?.len();
+        let budget = Budget::new(self.cpu_limit, cpus, times(Instant::now()));
         manager.ready(&format!("serves the status at {at}"));
         // Confine the process before it starts threads, because existing threads would stay
         // unconfined.
@@ -85,7 +94,7 @@ impl ServeStatus {
             open: AtomicUsize::new(0),
         });
         let socket = listener.path();
-        start("accept", move || server.accept(&listener))?;
+        start("accept", move || server.accept(&listener, budget))?;
         println!("listening on {at}");
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
@@ -135,6 +144,14 @@ fn listen_unix(path: &Path, group: Option<u32>, mode: u32) -> Result<UnixListene
     Ok(local::listen(path, &access)?.0)
 }
 
+/// The time since `began`, and the CPU time of this process.
+fn times(began: Instant) -> Times {
+    Times {
+        elapsed: began.elapsed(),
+        used: process_cpu_time(),
+    }
+}
+
 enum Listener {
     Unix(UnixListener, PathBuf),
     Tcp(TcpListener, SocketAddr),
@@ -178,8 +195,10 @@ struct Server {
 
 impl Server {
     /// Serves each connection on a thread of its own, at most [`MAX_CONNECTIONS`] at a time.
-    fn accept(self: &Arc<Self>, listener: &Listener) {
+    fn accept(self: &Arc<Self>, listener: &Listener, mut budget: Budget) {
+        let began = Instant::now();
         loop {
+            thread::sleep(budget.wait(times(began)));
             let Ok(mut connection) = listener.accept() else {
                 // Descriptors or memory ran out, or the client is gone.
                 thread::sleep(SHORTAGE_PAUSE);

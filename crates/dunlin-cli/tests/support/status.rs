@@ -28,10 +28,21 @@ pub struct Page {
 
 impl Page {
     /// Serves the status of the processes below `control`.
+    ///
+    /// This build is not optimised, so the page may use all the CPU time that it needs.
     pub fn start(control: &Path) -> Self {
+        Self::limited(control, 100)
+    }
+
+    /// The same with a limit of CPU time, in percent.
+    pub fn limited(control: &Path, cpu_limit: u8) -> Self {
         let socket = control.join("http.sock");
         let mut command = words("serve-status --confine yes --control");
-        command.arg(control).arg("--listen");
+        command
+            .arg(control)
+            .arg("--cpu-limit")
+            .arg(cpu_limit.to_string());
+        command.arg("--listen");
         command.arg(format!("unix:{}", socket.display()));
         let process = Process::start(command);
         let confined = process.wait_for("confined: ");

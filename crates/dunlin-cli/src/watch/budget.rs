@@ -1,0 +1,76 @@
+//! A limit of the CPU time of `dunlin serve-status`, so that its clients cannot slow down
+//! migrations.
+
+use std::time::Duration;
+
+/// The time without use for which unused CPU time is kept. It pays for the requests of a page that
+/// is opened.
+const KEPT: Duration = Duration::from_secs(10);
+
+/// CPU time that may be used, as a token bucket.
+#[derive(Debug)]
+pub(super) struct Budget {
+    /// CPUs that may be busy on average.
+    cpus: f64,
+    /// Seconds of CPU time that may be used now; negative after too much was used.
+    left: f64,
+    /// The times of the last call of [`Self::wait`].
+    last: Times,
+}
+
+/// Time since any moment, and the CPU time that the process has used.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Times {
+    pub(super) elapsed: Duration,
+    pub(super) used: Duration,
+}
+
+impl Budget {
+    /// A full budget of `percent` percent of `cpus` CPUs.
+    pub(super) fn new(percent: u8, cpus: usize, now: Times) -> Self {
+        let cpus = cpus as f64 * f64::from(percent) / 100.0;
+        Self {
+            cpus,
+            left: cpus * KEPT.as_secs_f64(),
+            last: now,
+        }
+    }
+
+    /// The time to wait before further work.
+    pub(super) fn wait(&mut self, now: Times) -> Duration {
+        let elapsed = now.elapsed.saturating_sub(self.last.elapsed);
+        let used = now.used.saturating_sub(self.last.used);
+        self.last = now;
+        let full = self.cpus * KEPT.as_secs_f64();
+        let left = self.left + elapsed.as_secs_f64() * self.cpus - used.as_secs_f64();
+        self.left = left.min(full);
+        Duration::from_secs_f64((-self.left / self.cpus).max(0.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(elapsed: u64, used: u64) -> Times {
+        Times {
+            elapsed: Duration::from_millis(elapsed),
+            used: Duration::from_millis(used),
+        }
+    }
+
+    #[test]
+    fn i8_the_average_is_limited_and_unused_time_is_kept_for_a_while() {
+        // 1 % of 4 CPUs: 40 ms of each second.
+        let mut budget = Budget::new(1, 4, at(0, 0));
+        // The full budget is that of ten seconds.
+        assert_eq!(budget.wait(at(0, 400)), Duration::ZERO);
+        assert_eq!(budget.wait(at(0, 440)), Duration::from_secs(1));
+        // Waiting for half of the time earns half of it.
+        assert_eq!(budget.wait(at(500, 440)), Duration::from_millis(500));
+        assert_eq!(budget.wait(at(1000, 440)), Duration::ZERO);
+        // An hour without use earns ten seconds.
+        assert_eq!(budget.wait(at(3_601_000, 440)), Duration::ZERO);
+        assert_eq!(budget.wait(at(3_601_000, 920)), Duration::from_secs(2));
+    }
+}
