@@ -32,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 16] = [
+pub(super) const TABLES: [Table; 17] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -123,6 +123,13 @@ pub(super) const TABLES: [Table; 16] = [
         results: &["tunnel"],
         has_conditions: false,
         cells: tunnel::round_trips,
+    },
+    Table {
+        name: "tunnel-cloud-hypervisor",
+        page: "docs/benchmarking/tunnel.md",
+        results: &["tunnel"],
+        has_conditions: false,
+        cells: tunnel::cloud_hypervisor,
     },
     Table {
         name: "whole",

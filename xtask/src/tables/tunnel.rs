@@ -85,6 +85,32 @@ pub(super) fn round_trips(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
+/// One row for each path of Cloud Hypervisor's single stream.
+pub(super) fn cloud_hypervisor(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "path",
+        "total, s",
+        "downtime, ms",
+        "the tunnel's CPU-s/GiB",
+    ])];
+    for row in kept[0].select(&[("scenario", json!("tunnel-cloud-hypervisor"))]) {
+        let cpu = match row.text("variant")? {
+            "bare" => String::new(),
+            _ => cell(row, "cpu_s_per_gib", Places(2))?,
+        };
+        table.push(vec![
+            match row.text("variant")? {
+                "bare" => "no tunnel".to_owned(),
+                variant => title(variant).to_owned(),
+            },
+            cell(row, "total_s", Places(2))?,
+            cell(row, "guest_downtime_ms", Places(0))?,
+            cpu,
+        ]);
+    }
+    Ok(table)
+}
+
 /// One row for each path and number of connections, with the total time and the downtime for each
 /// limit on the downtime.
 pub(super) fn qemu(kept: &[Kept]) -> Result<Cells> {
