@@ -674,7 +674,7 @@ fn no_files_of_a_crate_import_each_other_in_a_circle() {
     let lane = Sources::of("dunlin-lane").uses(false);
     let file = |path: &str| path.split("::").map(str::to_owned).collect::<Vec<_>>();
     assert!(lane[&file("internals::handshake::relay")].contains_key(&file("internals::policy")));
-    // Check that a call of a method counts if another file adds the method to the type.
+    // Check that a call of a method counts as a use of the file that defines the method.
     let proto = Sources::of("dunlin-proto").uses(false);
     let (sending, trunk) = (file("stripe::trunk::sending"), file("stripe::trunk"));
     assert!(proto[&sending][&trunk].contains("Trunk::is_over"));

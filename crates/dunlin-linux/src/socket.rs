@@ -181,7 +181,7 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     sockopt::set_tcp_keepidle(&socket, liveness.keepalive_idle.max(second))?;
     sockopt::set_tcp_keepintvl(&socket, liveness.keepalive_interval.max(second))?;
     sockopt::set_tcp_keepcnt(&socket, liveness.keepalive_probes.into())?;
-    // The kernel stores the value as a signed number.
+    // The kernel reads the value as a signed number, and rejects negative ones.
     sockopt::set_tcp_user_timeout(&socket, timeout.min(i32::MAX.unsigned_abs()))?;
     Ok(())
 }

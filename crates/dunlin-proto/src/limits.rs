@@ -71,7 +71,7 @@ pub const MAX_CHUNK_HEADER_BYTES: usize = 12 * 1024;
 
 /// Payload bytes of one chunk.
 ///
-/// This limit bounds each lane's buffer, and the data resent after the loss of a lane.
+/// This limit bounds each lane's buffer.
 pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 
 /// The number of pages that Dunlin's source puts into a chunk: 64 pages are 256 KiB. The protocol

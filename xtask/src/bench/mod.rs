@@ -49,7 +49,7 @@ pub enum Bench {
 /// Runs the benchmark.
 ///
 /// # Errors
-/// A required program or certificate is unavailable, or the tunnel does not carry the data.
+/// An option is invalid, a required program or certificate is unavailable, or a measurement fails.
 pub fn command(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Tunnel(options) => tunnel::run(options)?,

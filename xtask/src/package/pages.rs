@@ -1,4 +1,5 @@
-//! The manual's pages and the completions of shells, which a test of the command writes.
+//! The pages of the manual and the shell completions for `dunlin`. To write them, this module runs a
+//! test of the command (crates/dunlin-cli/src/pages.rs).
 
 use std::fs;
 use std::path::{Path, PathBuf};

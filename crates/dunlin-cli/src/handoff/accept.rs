@@ -195,7 +195,8 @@ impl Accept {
         })
     }
 
-    /// Settings of the handshakes, from the current files. The tally gets the dates of the files.
+    /// Settings of the handshakes, from the current files. The tally gets the dates on which the
+    /// certificates and revocation lists in these files expire.
     fn tls(&self, tally: &Tally) -> Result<ServerTls> {
         let ciphers = match self.tls {
             TlsVersion::V1_2 => CIPHERS,

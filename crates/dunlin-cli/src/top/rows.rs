@@ -367,7 +367,7 @@ fn requests_of(
             "the VM's process has no control socket: send it SIGINT to cancel"
         }
         Some(migration) if migration.phase == "committed" => {
-            "too late to cancel: the destination got commit and may run the VM"
+            "too late to cancel: commit may have been sent, so the destination may run the VM"
         }
         Some(_) => "",
     };

@@ -566,7 +566,7 @@ impl ControlService {
         let mut state = lock(&self.state);
         if let Phase::InDoubt { .. } = state.phase {
             bail!(
-                "too late to cancel: the destination got commit, and the VM is in doubt; see \
+                "too late to cancel: the VM is in doubt, as commit may have been received; see \
                  `dunlin status` and `dunlin resolve`"
             );
         }
@@ -616,7 +616,7 @@ impl Now {
     fn vm(&self) -> Result<&Arc<Movable>> {
         match (&self.holds, &self.phase) {
             (Holds::Vm(_), Phase::InDoubt { .. }) => bail!(
-                "the VM is in doubt: the destination got commit and may have run the VM, so it \
+                "the VM is in doubt: the destination may have received commit and run it, so it \
                  must not be changed here; see `dunlin status` and `dunlin resolve`"
             ),
             (Holds::Vm(vm), _) => Ok(vm),

@@ -147,7 +147,9 @@ impl Moving {
     /// It is too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
         if self.is_committed() {
-            bail!("too late to cancel: the destination got commit and may run the VM");
+            bail!(
+                "too late to cancel: commit may have been sent, so the destination may run the VM"
+            );
         }
         self.cancel.cancel();
         Ok(())

@@ -48,7 +48,8 @@ pub struct Timeouts {
     /// Upper limit of that delay.
     pub retry_last_ns: u64,
     /// Timeout after which the migration or the channels end. It runs while work is pending and no
-    /// lane is up, while a fence is not answered, and while the control lane is lost.
+    /// lane is up, and while a fence is not answered. For a trunk it also runs while the control
+    /// lane is lost; a migration has a limit of its own for that.
     pub alone_ns: u64,
 }
 

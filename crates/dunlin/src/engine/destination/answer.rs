@@ -439,7 +439,7 @@ impl Answering {
         let accepting = lock(&self.held).accepting.take();
         drop(accepting);
         if let Some(thread) = self.thread {
-            // Ignore a panic of the answering thread, because that thread must end in any case.
+            // Ignore the result: only the end of the thread matters, and a panic ends it too.
             let _ = thread.join();
         }
         leak(self.held);
