@@ -100,8 +100,8 @@ enum Variant {
     Plain,
 }
 
-/// The name of a kind or variant, as on the command line.
-fn name(value: &impl ValueEnum) -> String {
+/// The name of a value, as on the command line.
+pub(super) fn name(value: &impl ValueEnum) -> String {
     let value = value.to_possible_value();
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }

@@ -5,7 +5,9 @@
 //! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
 //! - [`long_line`]: migrations over a line with a long round trip.
 //! - [`evacuate`]: all guests of a host leave it, with Dunlin and through stunnel.
+//! - [`status`]: what the observers of Dunlin cost, and hostile clients of them.
 
+pub mod clients;
 mod cloud_hypervisor;
 mod ends;
 pub mod evacuate;
@@ -16,6 +18,7 @@ mod migration;
 mod pair;
 mod program;
 mod records;
+pub mod status;
 pub mod tunnel;
 mod turns;
 mod vm;
@@ -41,6 +44,12 @@ pub enum Bench {
     /// Compares the evacuation of a host by Dunlin's lanes with one through pairs of stunnels, all guests
     /// at once and one after the other.
     Evacuate(evacuate::EvacuateOptions),
+    /// Measures what `serve-status` and `top` cost beside `dunlin bench lanes`, and what hostile clients
+    /// of `serve-status` and of the status sockets cost.
+    Status(status::StatusOptions),
+    /// Runs the clients of `bench status`, which starts it.
+    #[command(hide = true)]
+    Clients(clients::ClientsOptions),
     /// Runs one end of the floor or of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
@@ -56,6 +65,8 @@ pub fn command(bench: &Bench) -> Result<ExitCode> {
         Bench::Whole(options) => whole::run(options)?,
         Bench::LongLine(options) => long_line::run(options)?,
         Bench::Evacuate(options) => evacuate::run(options)?,
+        Bench::Status(options) => status::run(options)?,
+        Bench::Clients(options) => clients::run(options)?,
         Bench::Forward(options) => forward::run(options)?,
     }
     Ok(ExitCode::SUCCESS)

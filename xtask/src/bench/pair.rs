@@ -34,18 +34,18 @@ pub(super) struct Pair {
 }
 
 /// A process of an end. Dropping it kills the process.
-pub(super) struct Process(Child);
+pub(super) struct Process(pub(super) Child);
 
 /// The output stream on which a process reports that it listens.
 #[derive(Clone, Copy)]
-enum Report {
+pub(super) enum Report {
     Stdout,
     Stderr,
 }
 
 impl Process {
     /// Starts a process and waits until a line of its output begins with `ready`.
-    fn start(mut command: Command, report: Report, ready: &str) -> Result<Self> {
+    pub(super) fn start(mut command: Command, report: Report, ready: &str) -> Result<Self> {
         command.stdin(Stdio::null());
         match report {
             Report::Stdout => command.stdout(Stdio::piped()),
@@ -169,6 +169,10 @@ impl Pair {
             }
         }
         Ok(seconds)
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.processes.iter().map(Process::id)
     }
 
     /// Connects to the near end.

@@ -1,8 +1,9 @@
 //! Processes of `dunlin vm`, and the certificates of two hosts.
 
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::{mem, thread};
 
 use anyhow::{Context, Result, bail, ensure};
 use dunlin_test_base::Scratch;
@@ -57,7 +58,7 @@ impl Files {
 /// A process that prints one JSON object per line. Dropping it kills the process.
 pub(super) struct Process {
     child: Child,
-    output: BufReader<ChildStdout>,
+    output: Box<dyn BufRead + Send>,
 }
 
 impl Process {
@@ -71,7 +72,7 @@ impl Process {
             .stdout
             .take()
             .context("the process has no stdout pipe")?;
-        let output = BufReader::new(output);
+        let output = Box::new(BufReader::new(output));
         Ok(Self { child, output })
     }
 
@@ -80,6 +81,12 @@ impl Process {
         let mut process = Self::spawn(command)?;
         let line = process.wait_for(event)?;
         Ok((process, line))
+    }
+
+    /// Discards all further output, because a full pipe would stop the process.
+    pub(super) fn discard_output(&mut self) {
+        let mut output = mem::replace(&mut self.output, Box::new(io::empty()));
+        thread::spawn(move || io::copy(&mut output, &mut io::sink()));
     }
 
     pub(super) fn id(&self) -> u32 {
