@@ -12,7 +12,7 @@ use super::cells::{
 };
 use super::kept::{Kept, Row};
 use super::scaling::{self, GBIT_PER_GIB};
-use super::{evacuate, growth, tunnel};
+use super::{evacuate, growth, status, tunnel};
 
 /// A table in a page of the documentation.
 pub(super) struct Table {
@@ -102,6 +102,13 @@ pub(super) const TABLES: [Table; 17] = [
         results: &["whole", "lanes"],
         has_conditions: true,
         cells: scaling::table,
+    },
+    Table {
+        name: "status",
+        page: "docs/benchmarking/status.md",
+        results: &["status"],
+        has_conditions: true,
+        cells: status::table,
     },
     Table {
         name: "thrash",
