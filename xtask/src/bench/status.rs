@@ -122,45 +122,36 @@ struct Turn {
     used: Used,
 }
 
-/// The means of TLS and plain lanes.
-#[derive(Debug, Default, PartialEq)]
-struct Lanes {
-    gib_per_s: f64,
-    cpu_s_per_gib: f64,
-}
+/// GiB/s and CPU seconds per GiB, means of TLS and plain lanes.
+type Lanes = [f64; 2];
 
-/// CPU seconds and numbers of answers.
-#[derive(Clone, Copy, Debug)]
-struct Used {
-    observed_s: f64,
-    observers_s: f64,
-    /// Of `serve-status` and of status sockets.
-    answers: [f64; 2],
-}
+/// CPU seconds of the observed processes and of the observers, and numbers of answers of `serve-status`
+/// and of status sockets.
+type Used = [f64; 4];
 
 /// The figures of a turn. `none` is the turn of the same round without observers.
 fn figures(variant: Variant, turn: &Turn, none: &Turn, cpus: usize) -> Vec<(&'static str, f64)> {
     let percent = |turn: &Turn, cpu_s: f64| cpu_s / (turn.wall_s * cpus as f64) * 100.0;
-    let (used, lanes) = (&turn.used, &turn.lanes);
-    let observed = percent(turn, used.observed_s);
+    let [gib_per_s, cpu_s_per_gib] = turn.lanes;
+    let [observed_s, observers_s, answers, statuses] = turn.used;
+    let observed = percent(turn, observed_s);
     let mut figures = vec![
         ("wall_s", turn.wall_s),
-        ("gib_per_s", lanes.gib_per_s),
-        ("cpu_s_per_gib", lanes.cpu_s_per_gib),
-        ("observed_cpu_s", used.observed_s),
+        ("gib_per_s", gib_per_s),
+        ("cpu_s_per_gib", cpu_s_per_gib),
+        ("observed_cpu_s", observed_s),
         ("observed_percent", observed),
     ];
     if variant != Variant::None {
-        let cpu = lanes.cpu_s_per_gib / none.lanes.cpu_s_per_gib;
-        let more = observed - percent(none, none.used.observed_s);
+        let more = observed - percent(none, none.used[0]);
         figures.extend([
-            ("against_none", lanes.gib_per_s / none.lanes.gib_per_s),
-            ("cpu_against_none", cpu),
+            ("against_none", gib_per_s / none.lanes[0]),
+            ("cpu_against_none", cpu_s_per_gib / none.lanes[1]),
             ("observed_more_percent", more),
-            ("observers_cpu_s", used.observers_s),
-            ("observers_percent", percent(turn, used.observers_s)),
-            ("answers_per_s", used.answers[0] / turn.wall_s),
-            ("statuses_per_s", used.answers[1] / turn.wall_s),
+            ("observers_cpu_s", observers_s),
+            ("observers_percent", percent(turn, observers_s)),
+            ("answers_per_s", answers / turn.wall_s),
+            ("statuses_per_s", statuses / turn.wall_s),
         ]);
     }
     figures
@@ -168,25 +159,20 @@ fn figures(variant: Variant, turn: &Turn, none: &Turn, cpus: usize) -> Vec<(&'st
 
 /// Reads the output of `dunlin bench lanes --json`.
 fn lanes(output: &str) -> Result<Lanes> {
-    let (mut sum, mut count) = (Lanes::default(), 0.0);
+    let (mut sum, mut count) = ([0.0; 2], 0.0);
     for line in output.lines() {
         let line: Value = serde_json::from_str(line)?;
-        if !matches!(line["variant"].as_str(), Some("tls" | "plain")) {
-            continue;
+        if matches!(line["variant"].as_str(), Some("tls" | "plain")) {
+            for (sum, name) in sum.iter_mut().zip(["gib_per_s", "cpu_s_per_gib"]) {
+                let figure = line[name].as_f64();
+                *sum += figure
+                    .with_context(|| format!("`dunlin bench lanes` does not print {name}"))?;
+            }
+            count += 1.0;
         }
-        let figure = |name: &str| {
-            let figure = line[name].as_f64();
-            figure.with_context(|| format!("`dunlin bench lanes` does not print {name}"))
-        };
-        sum.gib_per_s += figure("gib_per_s")?;
-        sum.cpu_s_per_gib += figure("cpu_s_per_gib")?;
-        count += 1.0;
     }
     ensure!(count > 0.0, "`dunlin bench lanes` measured no lanes");
-    Ok(Lanes {
-        gib_per_s: sum.gib_per_s / count,
-        cpu_s_per_gib: sum.cpu_s_per_gib / count,
-    })
+    Ok(sum.map(|sum| sum / count))
 }
 
 /// The CPU time of processes, all of which must run.
@@ -268,14 +254,10 @@ impl Observed {
         let lanes = self.lanes()?;
         let wall_s = began.elapsed().as_secs_f64();
         let after = self.used(observers.as_mut())?;
-        let used = Used {
-            observed_s: after.observed_s - before.observed_s,
-            observers_s: after.observers_s - before.observers_s,
-            answers: [0, 1].map(|of| after.answers[of] - before.answers[of]),
-        };
-        let answered = used.answers.map(|count| count > 0.0);
+        let used: Used = std::array::from_fn(|of| after[of] - before[of]);
         ensure!(
-            answered == [variant != Variant::None, variant == Variant::Hostile],
+            (used[2] > 0.0) == (variant != Variant::None)
+                && (used[3] > 0.0) == (variant == Variant::Hostile),
             "clients got no answers: {used:?}"
         );
         Ok(Turn {
@@ -288,16 +270,13 @@ impl Observed {
     /// The figures since the processes began.
     fn used(&self, observers: Option<&mut Observers>) -> Result<Used> {
         let vm = self.vm.iter().map(vm::Process::id);
-        let mut used = Used {
-            observed_s: cpu_s(self.pair.ids().chain(vm))?,
-            observers_s: 0.0,
-            answers: [0.0; 2],
+        let observed_s = cpu_s(self.pair.ids().chain(vm))?;
+        let Some(observers) = observers else {
+            return Ok([observed_s, 0.0, 0.0, 0.0]);
         };
-        if let Some(observers) = observers {
-            used.observers_s = cpu_s(observers.processes.iter().map(pair::Process::id))?;
-            used.answers = observers.clients.counts()?.map(f64::from);
-        }
-        Ok(used)
+        let observers_s = cpu_s(observers.processes.iter().map(pair::Process::id))?;
+        let [answers, statuses] = observers.clients.counts()?.map(f64::from);
+        Ok([observed_s, observers_s, answers, statuses])
     }
 }
 
@@ -387,12 +366,8 @@ mod tests {
         };
         let floor = line("floor", 9.0, 9.0);
         let lines = [&floor, &line("plain", 4.0, 0.5), &line("tls", 2.0, 1.0)];
-        let (gib_per_s, cpu_s_per_gib) = (3.0, 0.75);
-        let mean = Lanes {
-            gib_per_s,
-            cpu_s_per_gib,
-        };
-        assert_eq!(lanes(&lines.map(String::as_str).join("\n")).unwrap(), mean);
+        let mean = lanes(&lines.map(String::as_str).join("\n")).unwrap();
+        assert_eq!(mean, [3.0, 0.75]);
         lanes(&floor).unwrap_err();
         lanes(r#"{"variant":"tls","gib_per_s":1.0}"#).unwrap_err();
     }
@@ -401,15 +376,8 @@ mod tests {
     fn shares_are_of_all_cpus_and_ratios_are_to_the_turn_without_observers() {
         let turn = |wall_s, gib_per_s, observed_s| Turn {
             wall_s,
-            lanes: Lanes {
-                gib_per_s,
-                cpu_s_per_gib: 1.0 / gib_per_s,
-            },
-            used: Used {
-                observed_s,
-                observers_s: 0.5,
-                answers: [30.0, 60.0],
-            },
+            lanes: [gib_per_s, 1.0 / gib_per_s],
+            used: [observed_s, 0.5, 30.0, 60.0],
         };
         // The observed processes take 5 % of both CPUs without observers, and 7.5 % with them.
         let (none, hostile) = (turn(5.0, 2.0, 0.5), turn(10.0, 1.0, 1.5));
