@@ -11,6 +11,8 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
 };
 
+use crate::tcp::unacknowledged_bytes;
+
 /// The maximum number of descriptors in one message (the kernel's SCM_MAX_FD).
 pub const MOST: usize = 253;
 /// Bytes of the control message with [`MOST`] descriptors.
@@ -81,6 +83,16 @@ pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     Ok(Received { bytes, descriptors })
 }
 
+/// Whether the peer of a unix stream socket has read all that was sent, or has closed its end
+/// (`SIOCOUTQ`, `unix_outq_len` in net/unix/af_unix.c). The end of a connection that was never
+/// accepted is closed with its listener.
+///
+/// # Errors
+/// An error from ioctl(2).
+pub fn is_received(socket: impl AsFd) -> io::Result<bool> {
+    Ok(unacknowledged_bytes(socket)? == 0)
+}
+
 /// Duplicates the descriptor `number` that was inherited from the parent process, and sets
 /// close-on-exec on `number` itself.
 ///
@@ -121,8 +133,11 @@ mod tests {
 
     use std::fs::File;
     use std::io::{Read, Write, pipe};
+    use std::net::Shutdown;
     use std::os::fd::AsRawFd;
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use dunlin_test_base::Scratch;
 
     use rustix::io::FdFlags;
 
@@ -162,6 +177,29 @@ mod tests {
         drop(here);
         let end = receive(&there, &mut [0; 8]).unwrap();
         assert_eq!((end.bytes, end.descriptors.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_message_is_received_when_all_of_it_was_read_or_the_peer_has_closed() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (passed, _other) = UnixStream::pair().unwrap();
+        let is_received = || is_received(&here).unwrap();
+        assert!(is_received());
+        send(&here, b"line", &[passed.as_fd()]).unwrap();
+        here.shutdown(Shutdown::Both).unwrap();
+        for expected in [false, true] {
+            assert!(!is_received());
+            receive(&there, &mut [0; 2]).unwrap();
+            assert_eq!(is_received(), expected);
+        }
+
+        let scratch = Scratch::new();
+        let listener = UnixListener::bind(scratch.join("socket")).unwrap();
+        let here = UnixStream::connect(scratch.join("socket")).unwrap();
+        send(&here, b"line", &[passed.as_fd()]).unwrap();
+        assert!(!super::is_received(&here).unwrap());
+        drop(listener);
+        assert!(super::is_received(&here).unwrap());
     }
 
     #[test]
