@@ -25,6 +25,10 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
 /// client usually completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
+/// The interval between queries of the receivers with unread lines. No event reports that a line has
+/// been read. A new client of the name queries them immediately, so the interval only delays the
+/// close of connections. A shorter interval would wake the process more often.
+const RECEIVERS_STEP: Duration = Duration::from_secs(1);
 
 const WAKE: u64 = u64::MAX;
 const LISTENER: u64 = u64::MAX - 1;
@@ -40,6 +44,8 @@ pub(super) struct AcceptLoop {
     paused_until: Option<Instant>,
     /// Whether [`Event::Starved`] was reported and no client has been accepted since then.
     is_starved: bool,
+    /// When to query the receivers with unread lines again.
+    next_query: Instant,
 }
 
 impl AcceptLoop {
@@ -57,6 +63,7 @@ impl AcceptLoop {
             buffer: Box::new([0; MAX_CLIENT_FLIGHT_BYTES]),
             paused_until: None,
             is_starved: false,
+            next_query: Instant::now(),
         })
     }
 
@@ -93,7 +100,10 @@ impl AcceptLoop {
     /// epoll failed.
     fn serve(&mut self) -> io::Result<bool> {
         let deadlines = self.clients.values().map(|client| client.deadline);
-        let next = deadlines.chain(self.paused_until).min();
+        // Only this thread begins hand-overs, so it sees them here.
+        let is_any_in_flight = !lock(&self.shared.state).handovers.is_empty();
+        let query = is_any_in_flight.then_some(self.next_query);
+        let next = deadlines.chain(self.paused_until).chain(query).min();
         let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
         let (mut ready, mut is_listener_ready) = (Vec::new(), false);
         self.shared.epoll.wait(&mut ready, timeout)?;
@@ -108,7 +118,12 @@ impl AcceptLoop {
                 _ => {}
             }
         }
-        self.expire(Instant::now());
+        let now = Instant::now();
+        self.expire(now);
+        if self.next_query <= now {
+            self.next_query = now + RECEIVERS_STEP;
+            self.shared.end_read_handovers();
+        }
         Ok(is_listener_ready)
     }
 

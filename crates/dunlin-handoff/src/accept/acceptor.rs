@@ -101,7 +101,7 @@ impl Acceptor {
             }
             state = wait(&self.shared.changed, state, Some(left));
         }
-        let remaining = state.forwarded.len() + state.handovers.values().sum::<usize>();
+        let remaining = state.forwarded.len() + state.handover_threads();
         drop(state);
         remaining
     }

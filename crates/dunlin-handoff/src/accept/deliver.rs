@@ -1,10 +1,10 @@
 //! Serves clients of hand-off names: installs their keys in the kernel and passes their sockets to
 //! the receivers.
 
-use dunlin_lane::sync::lock;
 use std::io::{self, Write};
-use std::net::Shutdown;
-use std::os::fd::AsFd;
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::connect_unix;
 
 use super::alert::internal_error;
+use super::handovers::Admission;
 use super::shared::Shared;
 use super::{Arrived, Event, HandoffName, Refusal};
 use crate::connect::{ConnectionInfo, keep_alive};
@@ -30,48 +31,61 @@ const ALERT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A connection after its handshake, and the client's identity if client certificates are required.
 pub(super) type Secured = (Keyed, Option<PeerIdentity>);
 
-/// Passes a socket to its receiver, in a new thread because the receiver may be slow.
+/// Passes a socket to its receiver.
 pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
     let from = secured.0.at;
+    begin(
+        shared,
+        index,
+        from,
+        move |shared, passed, excess| match excess {
+            Some(refusal) => Err(reject(shared, secured.0, refusal)),
+            None => deliver(shared, index, secured, passed),
+        },
+    );
+}
+
+/// Runs `work` for a client of the name `index`, in a new thread because the receiver may be slow.
+/// `work` stores the connection on which it passes a socket, and gets the refusal of a client over
+/// the limit. Hand-overs are counted per name, so that the receiver of one name does not delay
+/// other names.
+fn begin<W>(shared: &Arc<Shared>, index: usize, from: SocketAddr, work: W)
+where
+    W: FnOnce(&Shared, &mut Option<UnixStream>, Option<Refusal>) -> Result<Event, Refusal>
+        + Send
+        + 'static,
+{
     let name = shared.options.names[index].name.clone();
-    let most = shared.options.limits.handovers;
-    // Hand-overs are counted per name, so that a slow receiver of one name does not delay other
-    // names.
-    let mut state = lock(&shared.state);
-    let waiting = state.handovers.entry(index).or_default();
-    // Besides `most` hand-overs, up to `most` refused clients may wait until they have read their
-    // alert. The connections of further clients are closed without an alert.
-    let gets_alert = *waiting < 2 * most;
-    let is_excess = *waiting >= most;
-    if gets_alert {
-        *waiting += 1;
-    }
-    drop(state);
-    if !gets_alert {
-        return shared.refused(from, Some(name), Refusal::ReceiverBusy(most));
-    }
+    let busy = || Refusal::ReceiverBusy(shared.options.limits.handovers);
+    let excess = match shared.begin_handover(index) {
+        Admission::HandOver => None,
+        Admission::Alert => Some(busy()),
+        Admission::Close => return shared.refused(from, Some(name), busy()),
+    };
     let (on_thread, named) = (Arc::clone(shared), name.clone());
     let body = move || {
-        let delivered = match is_excess {
-            true => Err(reject(&on_thread, secured.0, Refusal::ReceiverBusy(most))),
-            false => deliver(&on_thread, index, secured),
-        };
-        match delivered {
+        let mut passed = None;
+        match work(&on_thread, &mut passed, excess) {
             Ok(event) => on_thread.report(&event),
             Err(refusal) => on_thread.refused(from, Some(named), refusal),
         }
-        on_thread.end_handover(index);
+        on_thread.end_handover(index, passed);
     };
     let spawned = thread::Builder::new()
         .name("dunlin-handover".to_owned())
         .spawn(body);
     if let Err(error) = spawned {
-        shared.end_handover(index);
+        shared.end_handover(index, None);
         shared.refused(from, Some(name), Refusal::Io(error));
     }
 }
 
-fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Event, Refusal> {
+fn deliver(
+    shared: &Shared,
+    index: usize,
+    (keyed, peer): Secured,
+    passed: &mut Option<UnixStream>,
+) -> Result<Event, Refusal> {
     let HandoffName { name, to } = &shared.options.names[index];
     let deadline = Instant::now() + TIMEOUT;
     let no_receiver = |source| Refusal::NoReceiver {
@@ -105,12 +119,27 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
         chosen,
     };
     let line = (shared.options.describe)(&arrived) + "\n";
-    let socket = keyed.stream.as_fd();
-    send_sockets(&receiver, line.as_bytes(), &[socket], deadline).map_err(no_receiver)?;
+    pass(receiver, &line, keyed.stream.as_fd(), deadline, passed).map_err(no_receiver)?;
     Ok(Event::HandedOver {
         arrived: Box::new(arrived),
         to: to.clone(),
     })
+}
+
+/// Sends the line with the socket, and the end. Stores the connection in `passed` even after an error,
+/// because a part of the line, with the socket, may have been sent.
+fn pass(
+    receiver: UnixStream,
+    line: &str,
+    socket: BorrowedFd<'_>,
+    deadline: Instant,
+    passed: &mut Option<UnixStream>,
+) -> io::Result<()> {
+    let sent = send_sockets(&receiver, line.as_bytes(), &[socket], deadline);
+    // For the receiver this is the same as a close. It fails only if the receiver has closed.
+    let _ = receiver.shutdown(Shutdown::Both);
+    *passed = Some(receiver);
+    sent
 }
 
 /// Sends the alert *internal_error* on a connection that has no keys in the kernel, and closes the
@@ -143,12 +172,14 @@ mod tests {
 
     use dunlin_lane::handshake::keyed;
     use dunlin_lane::policy::{HandoffTls, TrustPolicy};
+    use dunlin_lane::sync::lock;
+    use dunlin_linux::fdpass;
     use dunlin_proto::fault::FaultCode;
     use dunlin_test_base::Scratch;
     use dunlin_test_support::tunnel::fill_backlog;
 
-    use super::super::Target;
     use super::super::tests::{TIMEOUT, acceptor_of, offer, until};
+    use super::super::{Acceptor, Limits, Target};
     use super::*;
 
     #[test]
@@ -180,5 +211,88 @@ mod tests {
         let mut alert = Vec::new();
         near.read_to_end(&mut alert).unwrap();
         assert!(!alert.is_empty());
+    }
+
+    /// Passes a plain socket to the receiver of the name `index`, like [`start`] after the keys are
+    /// installed. Returns after the thread has ended.
+    fn hand_over(acceptor: &Acceptor, index: usize) {
+        let shared = &acceptor.shared;
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let from = SocketAddr::from(([192, 0, 2, 7], 50_412));
+        begin(shared, index, from, move |shared, passed, excess| {
+            if let Some(refusal) = excess {
+                return Err(refusal);
+            }
+            let (to, deadline) = (&shared.options.names[index].to, Instant::now() + TIMEOUT);
+            let receiver = connect_unix(to, deadline, shared.stop.wakeup())?;
+            pass(receiver, "line", socket.as_fd(), deadline, passed)?;
+            Ok(Event::Forwarded { from, name: None })
+        });
+        until("the thread of the hand-over ends", || {
+            lock(&shared.state).handover_threads() == 0
+        });
+    }
+
+    /// Takes a line with its socket, and reads the end. All of it has arrived.
+    fn take(receiver: &UnixListener) {
+        let from = receiver.accept().unwrap().0;
+        from.set_nonblocking(true).unwrap();
+        let received = fdpass::receive(&from, &mut [0; 8]).unwrap();
+        assert_eq!((received.bytes, received.descriptors.len()), (4, 1));
+        assert_eq!(fdpass::receive(&from, &mut [0; 8]).unwrap().bytes, 0);
+    }
+
+    /// Claim F9 of docs/security.
+    #[test]
+    fn i7_a_receiver_that_reads_nothing_holds_a_limited_number_of_sockets() {
+        const SLOW: usize = 0;
+        const OWN: usize = 1;
+        let scratch = Scratch::new();
+        let names = ["slow.test", "own.test"].map(|name| HandoffName {
+            name: name.to_owned(),
+            to: scratch.join(name),
+        });
+        let receivers = names.each_ref().map(|name| {
+            let receiver = UnixListener::bind(&name.to).unwrap();
+            rustix::net::listen(&receiver, 4096).unwrap();
+            receiver
+        });
+        let [slow, own] = &receivers;
+        let unused = Target::Tcp("127.0.0.1:9".to_owned());
+        let (acceptor, refusals) = acceptor_of(names.to_vec(), unused, 1);
+        let hand_over = |index| {
+            hand_over(&acceptor, index);
+            refusals.try_recv().ok()
+        };
+        let most = Limits::default().handovers;
+        for _ in 0..most {
+            assert_eq!(hand_over(SLOW), None);
+        }
+        let busy = Some(FaultCode::TargetUnreachable);
+        assert_eq!(hand_over(SLOW), busy);
+        assert_eq!(hand_over(OWN), None);
+        take(own);
+        // A hand-over ends when all of its line was read. Its connection may stay open.
+        let reads = slow.accept().unwrap().0;
+        for expected in [busy, None, busy] {
+            fdpass::receive(&reads, &mut [0; 2]).unwrap();
+            assert_eq!(hand_over(SLOW), expected);
+        }
+        // It also ends when the receiver closes the connection.
+        drop(slow.accept().unwrap());
+        assert_eq!(hand_over(SLOW), None);
+        for _ in 0..most {
+            take(slow);
+        }
+        // Without another client, the acceptor closes its connections. In this test its thread does
+        // not begin the hand-overs, so wake it.
+        acceptor.shared.waker.wake();
+        until("the connections are closed", || {
+            lock(&acceptor.shared.state).handovers.is_empty()
+        });
+        // A line that is unread does not delay the end of the acceptor, and is not lost by it.
+        assert_eq!(hand_over(SLOW), None);
+        assert_eq!(acceptor.drain(TIMEOUT), 0);
+        take(slow);
     }
 }

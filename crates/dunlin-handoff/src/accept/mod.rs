@@ -12,7 +12,8 @@
 //!   handshake is complete.
 //! - `client`: a client that the accepting thread owns. Its hello stays in the socket (MSG_PEEK);
 //!   epoll reports the socket again only when enough bytes for the next step have arrived.
-//! - `deliver`: passes the sockets of hand-off names to their receivers.
+//! - `deliver`: passes the sockets of hand-off names to their receivers; `handovers` limits those that
+//!   a receiver has not read.
 //! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one forwarded
 //!   client.
 //! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
@@ -27,6 +28,7 @@ mod client;
 mod deliver;
 mod forward;
 mod forwarded;
+mod handovers;
 mod proxy;
 mod shared;
 #[cfg(test)]
@@ -89,9 +91,17 @@ pub struct Limits {
     pub forwarded: usize,
     /// Timeout for connecting to the backend.
     pub connect_timeout: Duration,
-    /// Maximum number of concurrent hand-overs for one name; each takes a thread.
+    /// Maximum number of hand-overs for one name that are in flight: from the end of the handshake
+    /// until the receiver has read the line, or has closed its connection. Each takes a thread and two
+    /// descriptors until the line is sent, and then one descriptor.
     pub handovers: usize,
 }
+
+/// The default of [`Limits::handovers`]. The kernel rejects a socket if one user already has more
+/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 16, at least 64 names
+/// have room for their sockets if no receiver reads. The drawback is that a receiver that pauses
+/// loses all but 16 clients of a burst; a higher number leaves room for fewer names.
+const HANDOVERS: usize = 16;
 
 impl Default for Limits {
     /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client
@@ -102,7 +112,7 @@ impl Default for Limits {
             handshake_timeout: Duration::from_secs(10),
             forwarded: 96,
             connect_timeout: Duration::from_secs(5),
-            handovers: 16,
+            handovers: HANDOVERS,
         }
     }
 }
@@ -188,7 +198,7 @@ pub enum Refusal {
         /// The error.
         source: io::Error,
     },
-    /// The number of sockets of this name that wait for the receiver has reached
+    /// The number of sockets of this name that the receiver has not read has reached
     /// [`Limits::handovers`].
     #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept them")]
     ReceiverBusy(usize),

@@ -3,6 +3,7 @@
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 
 use dunlin_linux::epoll::Epoll;
@@ -10,6 +11,7 @@ use dunlin_linux::poll::{Waker, Wakeup};
 use dunlin_proto::observe::Observer;
 
 use super::forwarded::Forwarded;
+use super::handovers::{Admission, Handovers};
 use super::{Event, Options, Refusal};
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::splice::Stop;
@@ -35,8 +37,8 @@ pub(super) struct State {
     /// The forwarded clients by number. A newer client has a higher number, so the clients are
     /// sorted by age.
     pub(super) forwarded: BTreeMap<u64, Arc<Forwarded>>,
-    /// The number of hand-overs in progress, by the index of the hand-off name.
-    pub(super) handovers: BTreeMap<usize, usize>,
+    /// The hand-overs in flight, by the index of the hand-off name.
+    pub(super) handovers: BTreeMap<usize, Handovers>,
     /// Whether the acceptor drains and accepts no new clients.
     pub(super) is_draining: bool,
     /// Whether the accepting thread has ended.
@@ -44,8 +46,13 @@ pub(super) struct State {
 }
 
 impl State {
+    /// Whether no client is served. Receivers may still have lines to read.
     pub(super) fn is_idle(&self) -> bool {
-        self.forwarded.is_empty() && self.handovers.is_empty()
+        self.forwarded.is_empty() && self.handover_threads() == 0
+    }
+
+    pub(super) fn handover_threads(&self) -> usize {
+        self.handovers.values().map(|one| one.threads).sum()
     }
 }
 
@@ -62,16 +69,26 @@ impl Shared {
         });
     }
 
-    /// Counts a hand-over as ended, whether it succeeded or failed.
-    pub(super) fn end_handover(&self, index: usize) {
+    /// Admits a client of the name `index`, and counts its thread.
+    pub(super) fn begin_handover(&self, index: usize) -> Admission {
         let mut state = lock(&self.state);
-        if let Some(waiting) = state.handovers.get_mut(&index) {
-            *waiting -= 1;
-            if *waiting == 0 {
-                state.handovers.remove(&index);
-            }
+        let one = state.handovers.entry(index).or_default();
+        one.admit(self.options.limits.handovers)
+    }
+
+    /// Counts the thread of a hand-over as ended, whether it succeeded or failed. `passed` is the
+    /// connection on which it passed a socket.
+    pub(super) fn end_handover(&self, index: usize, passed: Option<UnixStream>) {
+        if let Some(one) = lock(&self.state).handovers.get_mut(&index) {
+            one.end(passed);
         }
-        drop(state);
+        self.end_read_handovers();
         self.changed.notify_all();
+    }
+
+    /// Closes the connections to receivers that have read their line.
+    pub(super) fn end_read_handovers(&self) {
+        let handovers = &mut lock(&self.state).handovers;
+        handovers.retain(|_, one| one.in_flight() > 0);
     }
 }
