@@ -1,13 +1,15 @@
 //! A plain read returns end of file after an end without close_notify, and fails at a close_notify.
+//! It fails once at a wrong record header.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::process::ExitCode;
 
 use dunlin_kernel_tests::tls::{
-    ALERT, CLOSE_NOTIFY, DATA, Keys, kernel_and_peer, pipe, receive, stat,
+    ALERT, CLOSE_NOTIFY, DATA, Keys, errno, kernel_and_peer, pipe, receive, stat,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
+use dunlin_linux::ktls::Version;
 use nix::errno::Errno;
 use nix::fcntl::{SpliceFFlags, splice};
 
@@ -16,6 +18,7 @@ fn main() -> ExitCode {
         a_cut_connection_reads_as_an_end(guest);
         a_close_notify_differs_from_an_end();
         a_plain_reader_fails_at_a_close_notify();
+        a_wrong_header_is_reported_once();
     })
 }
 
@@ -68,4 +71,36 @@ fn a_plain_reader_fails_at_a_close_notify() {
         .read(&mut [0; 64])
         .expect_err("the record is not data");
     assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
+}
+
+/// After the error, the next read waits, and writes are still sent.
+fn a_wrong_header_is_reported_once() {
+    for version in [Version::V1_2, Version::V1_3] {
+        for (header, error) in [
+            // Unencrypted text. Its fourth and fifth byte are a valid length.
+            (b"GET /", Errno::EINVAL),
+            // A record without content, and one that is too long.
+            (&[DATA, 3, 3, 0, 0], Errno::EBADMSG),
+            (&[DATA, 3, 3, 255, 255], Errno::EMSGSIZE),
+        ] {
+            let [seals, opens] = [1, 2].map(|number| Keys {
+                version,
+                ..Keys::new(number)
+            });
+            let (mut kernel, mut peer) = kernel_and_peer(seals, opens);
+            // The kernel reads a header only when the bytes that precede the content have arrived.
+            let bytes = [&header[..], &[b' '; 32]].concat();
+            peer.socket.write_all(&bytes).expect("the data is sent");
+            let mut buffer = [0; 64];
+            let first = kernel.read(&mut buffer).map_err(errno);
+            assert_eq!(first, Err(error), "{version:?} {header:?}");
+            kernel
+                .set_nonblocking(true)
+                .expect("the descriptor is a socket");
+            let second = kernel.read(&mut buffer).map_err(|error| error.kind());
+            assert_eq!(second, Err(ErrorKind::WouldBlock), "{version:?} {header:?}");
+            kernel.write_all(b"more").expect("the data is sent");
+            assert_eq!(peer.receive(), Some((DATA, b"more".to_vec())));
+        }
+    }
 }
