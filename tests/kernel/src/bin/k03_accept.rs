@@ -49,10 +49,18 @@ fn main() -> ExitCode {
         let unread = UnixListener::bind(&slow).expect("the folder is writable");
         listen(&unread, few).expect("the socket is a listener");
         let to = format!("unix:{}", slow.display());
-        let accept = Accept::start(guest, "1.2", &["--sni", "slow", "--to", &to]);
+        let late = guest.folder().join("late");
+        let to_late = format!("unix:{}", late.display());
+        let late = UnixListener::bind(&late).expect("the folder is writable");
+        let more = [
+            "--sni", "slow", "--to", &to, "--sni", "late", "--to", &to_late,
+        ];
+        let accept = Accept::start(guest, "1.2", &more);
         let before = accept.held();
         the_other_name_reaches_the_stunnel(guest, accept.port, &service);
         the_kernel_has_the_keys_of_both_directions(guest, accept.port, &consumer);
+        accept.settles(before);
+        a_consumer_that_reads_nothing_holds_sixteen_sockets(&accept, &late);
         accept.settles(before);
         data_that_arrived_before_the_keys_is_read(guest, accept.port, "-tls1_2", &consumer);
         a_fragmented_client_hello_is_accepted(accept.port, &consumer);
@@ -248,6 +256,20 @@ fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     thread::spawn(move || io::copy(&mut back.0, &mut back.1));
     thread::spawn(move || io::copy(&mut from, &mut to));
     receives(&mut client, &take(consumer).0);
+}
+
+/// A consumer has a long queue and reads nothing. Of 17 clients, one is refused.
+fn a_consumer_that_reads_nothing_holds_sixteen_sockets(accept: &Accept, late: &UnixListener) {
+    let start = || client(accept.port, "late", "-tls1_2");
+    let clients: Vec<_> = (0..17).map(|_| start()).collect();
+    let line = accept.says("fault=target-unreachable name=late");
+    assert!(line.contains("(16)"), "{line}");
+    for _ in 1..clients.len() {
+        drop(take(late));
+    }
+    // The consumer has read all lines, so the next client is not refused.
+    let mut next = start();
+    receives(&mut next, &take(late).0);
 }
 
 /// Besides the client under test, 130 clients send nothing or only a part of a ClientHello, and the
