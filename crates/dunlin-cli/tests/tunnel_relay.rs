@@ -12,6 +12,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -328,6 +329,64 @@ fn an_old_server_needs_the_routes_permission() {
     assert!(why.contains("fault=security-not-agreed"), "{why}");
 }
 
+/// Sends equal parts until `enough` is set, and then the end. Returns their number.
+fn send_parts(mut to: &UnixStream, part: &[u8], enough: &AtomicBool) -> usize {
+    let mut parts = 0;
+    while !enough.load(Ordering::SeqCst) {
+        to.write_all(part).unwrap();
+        parts += 1;
+    }
+    end(to);
+    parts
+}
+
+/// Receives such parts, up to the end. Returns their number.
+fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
+    let mut came = vec![0; part.len()];
+    let mut parts = 0;
+    while from.read_once(&mut came[..1]).unwrap() == 1 {
+        from.read_exact(&mut came[1..]).unwrap();
+        assert!(came == part);
+        parts += 1;
+    }
+    parts
+}
+
+/// As with a stripe, the report of a stopped process precedes every timeout, and the connections wait: a
+/// process that gets no processor time looks the same.
+#[test]
+fn a_stopped_peer_is_reported_and_its_connections_wait_for_it() {
+    let scene = Scene::new();
+    let (far, port) = scene.from("allow = [\"a.test\"]");
+    let mut near = scene.to(port, "peers = [\"b.test\"]");
+    let (source, target) = (scene.connect(), scene.accept());
+    let (part, enough) = (pattern(1 << 20, 3), AtomicBool::new(false));
+    let (line, took) = thread::scope(|scope| {
+        let sent = scope.spawn(|| send_parts(&source, &part, &enough));
+        let received = scope.spawn(|| receive_parts(&target, &part));
+        far.signal("STOP");
+        let begin = Instant::now();
+        let line = near.wait_for(" host_answers=");
+        let took = begin.elapsed();
+        far.signal("CONT");
+        enough.store(true, Ordering::SeqCst);
+        assert_eq!(received.join().unwrap(), sent.join().unwrap());
+        (line, took)
+    });
+    println!("{took:?}: {line}");
+    // It takes 2 to 2.5 s.
+    assert!(took < Duration::from_secs(4), "{took:?}: {line}");
+    assert!(line.contains(" host_answers=true"), "{line}");
+    assert!(line.contains(" fault=control-lost "), "{line}");
+    assert!(line.contains(&format!("127.0.0.1:{port}")), "{line}");
+    drop((source, target));
+    near.wait_for("is closed");
+    near.signal("TERM");
+    assert_eq!(near.code(), Some(0));
+    let log = near.rest();
+    assert!(!log.iter().any(|line| line.contains("fault=")), "{log:#?}");
+}
+
 /// If every packet is lost, only the timers of the sending host can detect that. They must do so on
 /// an idle and on a busy connection.
 #[test]
@@ -373,6 +432,10 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
     assert!(lost.success());
     let begin = Instant::now();
     (&busy.0).write_all(&[7; 100_000]).unwrap();
+    // The report of the silent peer precedes the aborts.
+    let line = near.wait_for(" host_answers=");
+    assert!(line.contains(" host_answers=false"), "{line}");
+    assert!(line.contains(" fault=control-lost "), "{line}");
     for (near, _) in [&idle, &busy] {
         let mut near = near;
         // A unix socket cannot signal an abort, so the connection just ends; the log has the

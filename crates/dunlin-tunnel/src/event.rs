@@ -71,13 +71,14 @@ pub enum Event {
         /// The reason why the lane was lost or could not be opened.
         why: String,
     },
-    /// The peer has not answered for a part of the time after which the control lane counts as lost.
+    /// For a fifth of [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk has not answered,
+    /// or the peer of a relay has taken none of the bytes that wait for it.
     PeerSilent {
         /// The peer's name.
         peer: String,
         /// Whether the peer's host acknowledges what it receives.
         host_answers: bool,
-        /// What is silent, and when it counts as lost.
+        /// What is silent, why, and what follows.
         failure: Failure,
     },
     /// The control lane was lost; it may be resumed.
@@ -134,6 +135,20 @@ pub struct ChannelId {
 }
 
 impl Event {
+    /// Reports a silent peer. `what` names what is silent and what follows, and `more` a further reason.
+    pub(super) fn peer_silent(peer: String, host_answers: bool, what: &str, more: &str) -> Self {
+        let why = match host_answers {
+            true => "its host answers, so its process is stopped or gets no processor time",
+            false => "its host does not answer either",
+        };
+        let failure = Failure::new(FaultCode::ControlLost, format!("{what}: {why}{more}"));
+        Self::PeerSilent {
+            peer,
+            host_answers,
+            failure,
+        }
+    }
+
     /// The fault code of an event that reports a failure.
     #[must_use]
     pub fn fault(&self) -> Option<FaultCode> {

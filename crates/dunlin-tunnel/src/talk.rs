@@ -251,18 +251,11 @@ fn read_one(
 fn report_silence(hub: &Hub, control: &ControlStream) {
     // The kernel acknowledges the ping also if the process does not run.
     let host_answers = silence(control.socket()).is_ok_and(|found| found.unacknowledged == 0);
-    let why = match host_answers {
-        true => "its host answers, so its process is stopped or gets no processor time",
-        false => "its host does not answer either",
-    };
     let limit = hub.site.limits.silence();
-    let text = format!("the peer's tunnel is silent, and counts as lost after {limit:?}: {why}");
-    let failure = Failure::new(FaultCode::ControlLost, text);
-    hub.site.report(Event::PeerSilent {
-        peer: hub.terms.peer_name(),
-        host_answers,
-        failure,
-    });
+    let what = format!("the peer's tunnel is silent, and counts as lost after {limit:?}");
+    let peer = hub.terms.peer_name();
+    hub.site
+        .report(Event::peer_silent(peer, host_answers, &what, ""));
 }
 
 /// Handles the loss of the control lane of this epoch.

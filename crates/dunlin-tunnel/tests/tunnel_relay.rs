@@ -425,6 +425,43 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     join(vec![out, expect_all(far, sent)]);
 }
 
+/// A hypervisor that does not read looks like a stopped peer, unless another channel of the peer carries
+/// bytes. The report is not repeated.
+#[test]
+fn a_peer_that_takes_no_bytes_of_any_channel_is_reported_once() {
+    let limits = Limits {
+        vanished: Duration::from_secs(4),
+        ..Limits::default()
+    };
+    let scene = Scene::start(Setup {
+        limits,
+        ..Setup::new()
+    });
+    let silent = |event: &Event| matches!(event, Event::PeerSilent { .. });
+    let (mut near, mut far) = (scene.tcp(), scene.accept());
+    let (stalled, unread) = (scene.unix(), scene.accept());
+    let out = send(&stalled, 3, 40 << 20);
+    let until = Instant::now() + limits.vanished;
+    while Instant::now() < until {
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+    assert_eq!(scene.near_events.count(silent), 0);
+    let reported = scene.near_events.wait("silence", silent);
+    let Event::PeerSilent { host_answers, .. } = reported else {
+        panic!()
+    };
+    assert!(host_answers, "{reported}");
+    assert_eq!(reported.fault(), Some(FaultCode::ControlLost));
+    // Four more checks. No event ends this wait.
+    thread::sleep(limits.vanished / 4);
+    assert_eq!(scene.near_events.count(silent), 1);
+    let mut sent = vec![0; 40 << 20];
+    dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);
+    join(vec![out, expect_all(unread, sent)]);
+    assert_eq!(scene.near_events.count(is_aborted), 0);
+}
+
 /// This process's resident memory, in bytes.
 fn resident_bytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_lane::peers::Peer;
 use dunlin_linux::socket::{set_reset_on_close, wait_writable};
-use dunlin_linux::tcp::{silence, unacknowledged_bytes};
+use dunlin_linux::tcp::{silence, traffic, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
 use super::life::{Inward, Life};
@@ -153,6 +153,33 @@ impl Channel {
     /// Called by the watch thread when the peer does not answer.
     pub(super) fn has_vanished(&self) {
         self.abort(self.lost("peer vanished: sent data is not acknowledged"));
+    }
+
+    /// The number of bytes that the peer has acknowledged and sent, and whether further bytes wait for
+    /// it.
+    pub(super) fn progress(&self) -> (u64, bool) {
+        // A socket that returns an error has failed, and no bytes wait for its peer.
+        let carried = traffic(&self.tls).unwrap_or_default();
+        let waiting = unacknowledged_bytes(&self.tls).unwrap_or(0);
+        let bytes = carried.acknowledged_bytes + carried.received_bytes;
+        (bytes, waiting > 0)
+    }
+
+    /// Reports that the peer takes no bytes on any of its connections. Changes nothing: a program that
+    /// does not read looks like a process that is stopped.
+    pub(super) fn report_silence(&self, host_answers: bool) {
+        let (at, limit) = (self.at, self.site.limits.vanished);
+        let (follows, more) = match host_answers {
+            true => (
+                "its connections wait".to_owned(),
+                ", or the program behind it does not read",
+            ),
+            false => (format!("counts as lost after {limit:?}"), ""),
+        };
+        let what = format!("the relay's peer at {at} is silent, and {follows}");
+        let peer = self.peer.clone();
+        self.site
+            .report(Event::peer_silent(peer, host_answers, &what, more));
     }
 
     pub(super) fn status(&self) -> Status {

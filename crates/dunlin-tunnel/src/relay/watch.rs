@@ -1,10 +1,11 @@
-//! The channels of all relays, and one thread that watches them. It detects vanished peers, and
-//! resets of connections that no thread reads or writes. It also returns to the kernel the buffers
-//! of channels that have become idle or have ended.
+//! The channels of all relays, and one thread that watches them. It reports silent peers. It detects
+//! vanished peers, and resets of connections that no thread reads or writes. It also returns to the
+//! kernel the buffers of channels that have become idle or have ended.
 
 use dunlin_lane::sync::lock;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -18,7 +19,22 @@ use crate::site::Site;
 use crate::watched::WatchedSockets;
 
 /// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
-const LOOKS: u32 = 8;
+const LOOKS: u32 = 16;
+/// A peer is silent if this number of consecutive checks have found no change: after a fifth of
+/// [`Limits::vanished`](crate::Limits::vanished), when the peer of a trunk counts as silent, and at most
+/// one check later.
+const SILENT: u32 = 3;
+
+/// What a check has found about the channels of one address, at which one process of a peer runs.
+#[derive(Clone, Copy, Default)]
+struct Progress {
+    /// The bytes that the peer has acknowledged and sent.
+    bytes: u64,
+    /// Whether bytes wait for the peer.
+    waits: bool,
+    /// The number of consecutive checks that found bytes waiting and no progress.
+    unchanged: u32,
+}
 
 pub(super) struct Watch {
     sockets: WatchedSockets,
@@ -92,6 +108,7 @@ impl Watch {
         // after a long silence of both sides, data that was sent just before the check seems to be
         // overdue.
         let mut silent = BTreeSet::new();
+        let mut progress = BTreeMap::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = has_freed.then(|| look.saturating_duration_since(Instant::now()));
             self.sockets.wait(&mut ready, timeout);
@@ -111,6 +128,7 @@ impl Watch {
                 look = Instant::now() + step;
                 heap::give_back();
                 has_freed = any || had_any;
+                progress = report_silent(&channels, step, &progress);
                 let before = std::mem::take(&mut silent);
                 for channel in channels.iter().filter(|one| one.is_silent(vanished)) {
                     silent.insert(channel.number);
@@ -121,4 +139,34 @@ impl Watch {
             }
         }
     }
+}
+
+/// Reports each peer that has become silent: bytes wait for it, and it has neither acknowledged nor sent
+/// any, on all of its channels. A relay sends no messages of its own, so a peer with an idle channel, or
+/// with room in its socket's buffer, is not silent.
+fn report_silent(
+    channels: &[Arc<Channel>],
+    step: Duration,
+    before: &BTreeMap<SocketAddr, Progress>,
+) -> BTreeMap<SocketAddr, Progress> {
+    let mut found: BTreeMap<SocketAddr, Progress> = BTreeMap::new();
+    for channel in channels.iter().filter(|one| one.is_relaying()) {
+        let (bytes, waits) = channel.progress();
+        let peer = found.entry(channel.at).or_default();
+        peer.bytes += bytes;
+        peer.waits |= waits;
+    }
+    for (at, peer) in &mut found {
+        let same = before
+            .get(at)
+            .filter(|old| old.waits && peer.waits && old.bytes == peer.bytes);
+        peer.unchanged = same.map_or(0, |old| old.unchanged.saturating_add(1));
+        let mut own = channels.iter().filter(|one| one.at == *at);
+        if peer.unchanged == SILENT
+            && let Some(first) = own.clone().next()
+        {
+            first.report_silence(!own.any(|one| one.is_silent(step)));
+        }
+    }
+    found
 }
