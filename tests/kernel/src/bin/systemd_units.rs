@@ -2,16 +2,18 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::thread;
 
 use dunlin_kernel_tests::sessions::inside;
 use dunlin_kernel_tests::systemd::{Manager, write};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
+use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use serde_json::Value;
 
 // Tests with the same number of CPUs share a boot of the machine. No other test has three CPUs, so
@@ -294,8 +296,9 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
 }
 
 /// On the same host: `enable --sockets`. A leaving VM then has a socket of the tunnel, as `migrate`
-/// opens it, and the tunnel reaches the socket of an arriving VM, which belongs to QEMU's user. The
-/// directory of these sockets is there after a boot, too. `disable` leaves nothing.
+/// opens it, to which QEMU's user connects, and the tunnel reaches the socket of an arriving VM, which
+/// QEMU's user makes. The directory of these sockets is there after a boot, too. `disable` leaves
+/// nothing.
 fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     const DIRECTORY: &str = "/run/dunlin/vm";
     let before = files(guest);
@@ -318,7 +321,7 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
         assert_eq!(manager.show(unit, "UnitFileState"), enabled, "{unit}");
     }
     let is_right = || {
-        let found = fs::metadata(DIRECTORY).expect("it was created");
+        let found = fs::metadata(DIRECTORY).unwrap_or_else(|error| panic!("{DIRECTORY}: {error}"));
         // The services may read what belongs to their group.
         let services = fs::metadata("/etc/dunlin/key.pem").expect("it is installed");
         assert_eq!(
@@ -327,11 +330,12 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
         );
     };
     is_right();
-    // What happens at a boot, where /run is empty: systemd-tmpfiles runs before the service.
+    // What happens at a boot, where /run is empty: systemd-tmpfiles runs before the service, with the
+    // files of all packages.
     manager.systemctl(&["stop", tunnel]);
-    fs::remove_dir(DIRECTORY).expect("it is empty");
-    let file = "/etc/tmpfiles.d/dunlin-libvirt.conf";
-    let _ = manager.run("systemd-tmpfiles", &["--create", file]);
+    fs::remove_dir_all("/run/dunlin").expect("it exists");
+    let boot = ["--create", "--remove", "--boot", "--prefix=/run/dunlin"];
+    let _ = manager.run("systemd-tmpfiles", &boot);
     is_right();
     manager.systemctl(&["start", tunnel]);
     the_tunnel_is_no_root(manager);
@@ -342,14 +346,18 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     let open = ["tunnel", "open", "libvirt-b.test", "--param", "vm=web.ram"];
     let config = ["--config", "/etc/dunlin/tunnel.toml", "--listen", &listen];
     let _ = manager.run("dunlin", &[&open[..], &config].concat());
-    carries(&leaving, || {
-        target.accept().expect("the peer's tunnel connects").0
+    // libvirtd may connect to every socket. It gives this one to QEMU's user if QEMU itself connects, as
+    // for disks and with --parallel.
+    std::os::unix::fs::chown(&leaving, Some(HYPERVISOR), None).expect("it exists");
+    as_hypervisor(|| {
+        carries(&leaving, || {
+            target.accept().expect("the peer's tunnel connects").0
+        });
     });
 
     let arriving = format!("{DIRECTORY}/db.ram");
-    let qemu = UnixListener::bind(&arriving).expect("the directory exists");
+    let qemu = as_hypervisor(|| UnixListener::bind(&arriving)).expect("the directory is its own");
     // The directory gives the socket its group. QEMU under libvirt has the umask 002.
-    std::os::unix::fs::chown(&arriving, Some(HYPERVISOR), None).expect("it exists");
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o775);
     fs::set_permissions(&arriving, mode).expect("it exists");
     let control = guest.folder().join("peer").display().to_string();
@@ -364,6 +372,18 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     disable(manager);
     assert!(!Path::new(DIRECTORY).exists());
     assert_eq!(files(guest), before);
+}
+
+/// Does this with the permissions of QEMU's user for files (setfsuid(2)), which a thread of its own has.
+fn as_hypervisor<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let limited = || {
+        let _ = setfsgid(Gid::from_raw(HYPERVISOR));
+        let _ = setfsuid(Uid::from_raw(HYPERVISOR));
+        let key = fs::read("/etc/dunlin/key.pem").map_err(|error| error.kind());
+        assert_eq!(key, Err(ErrorKind::PermissionDenied));
+        work()
+    };
+    thread::scope(|scope| scope.spawn(limited).join()).expect("the thread does not panic")
 }
 
 /// Runs `dunlin libvirt enable` for the peer, and returns its steps.
