@@ -98,10 +98,11 @@ pub struct Limits {
 }
 
 /// The default of [`Limits::handovers`]. The kernel rejects a socket if one user already has more
-/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 16, at least 64 names
-/// have room for their sockets if no receiver reads. The drawback is that a receiver that pauses
-/// loses all but 16 clients of a burst; a higher number leaves room for fewer names.
-const HANDOVERS: usize = 16;
+/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 32, at least 32 names
+/// have room for their sockets if no receiver reads, and QEMU with 16 multifd channels has room if its
+/// receiver pauses. The drawback is that a receiver that pauses loses all but 32 clients of a burst; a
+/// higher number leaves room for fewer names.
+const HANDOVERS: usize = 32;
 
 impl Default for Limits {
     /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client

@@ -60,7 +60,7 @@ fn main() -> ExitCode {
         the_other_name_reaches_the_stunnel(guest, accept.port, &service);
         the_kernel_has_the_keys_of_both_directions(guest, accept.port, &consumer);
         accept.settles(before);
-        a_consumer_that_reads_nothing_holds_sixteen_sockets(&accept, &late);
+        a_consumer_that_reads_nothing_holds_a_limited_number_of_sockets(&accept, &late);
         accept.settles(before);
         data_that_arrived_before_the_keys_is_read(guest, accept.port, "-tls1_2", &consumer);
         a_fragmented_client_hello_is_accepted(accept.port, &consumer);
@@ -258,12 +258,15 @@ fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     receives(&mut client, &take(consumer).0);
 }
 
-/// A consumer has a long queue and reads nothing. Of 17 clients, one is refused.
-fn a_consumer_that_reads_nothing_holds_sixteen_sockets(accept: &Accept, late: &UnixListener) {
+/// A consumer has a long queue and reads nothing. Of 33 clients, one is refused.
+fn a_consumer_that_reads_nothing_holds_a_limited_number_of_sockets(
+    accept: &Accept,
+    late: &UnixListener,
+) {
     let start = || client(accept.port, "late", "-tls1_2");
-    let clients: Vec<_> = (0..17).map(|_| start()).collect();
+    let clients: Vec<_> = (0..33).map(|_| start()).collect();
     let line = accept.says("fault=target-unreachable name=late");
-    assert!(line.contains("(16)"), "{line}");
+    assert!(line.contains("(32)"), "{line}");
     for _ in 1..clients.len() {
         drop(take(late));
     }
