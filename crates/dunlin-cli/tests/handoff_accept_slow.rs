@@ -250,10 +250,10 @@ fn i7_a_receiver_that_does_not_accept_delays_no_other_name() {
             .arg(&accept.address);
         Process::start(command)
     };
-    // Start one client more than the limit of 16.
-    let clients: Vec<_> = (0..17).map(|_| slow()).collect();
+    // Start one client more than the limit of 32.
+    let clients: Vec<_> = (0..33).map(|_| slow()).collect();
     let why = accept.process.wait_for("fault=target-unreachable");
-    assert!(why.contains("(16)"), "{why}");
+    assert!(why.contains("(32)"), "{why}");
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
     scene.delivers(&accept, &mut client);
     // The client over the limit has received an alert, and later each of the other clients receives

@@ -57,7 +57,8 @@ where
 {
     let name = shared.options.names[index].name.clone();
     let busy = || Refusal::ReceiverBusy(shared.options.limits.handovers);
-    let excess = match shared.begin_handover(index) {
+    let admission = shared.begin_handover(index);
+    let excess = match admission {
         Admission::HandOver => None,
         Admission::Alert => Some(busy()),
         Admission::Close => return shared.refused(from, Some(name), busy()),
@@ -69,13 +70,13 @@ where
             Ok(event) => on_thread.report(&event),
             Err(refusal) => on_thread.refused(from, Some(named), refusal),
         }
-        on_thread.end_handover(index, passed);
+        on_thread.end_handover(index, admission, passed);
     };
     let spawned = thread::Builder::new()
         .name("dunlin-handover".to_owned())
         .spawn(body);
     if let Err(error) = spawned {
-        shared.end_handover(index, None);
+        shared.end_handover(index, admission, None);
         shared.refused(from, Some(name), Refusal::Io(error));
     }
 }

@@ -26,37 +26,53 @@ pub(super) enum Admission {
 /// The hand-overs of one name.
 #[derive(Debug, Default)]
 pub(super) struct Handovers {
-    /// The number of threads that serve clients of the name.
-    pub(super) threads: usize,
+    /// The number of threads that pass sockets.
+    passing: usize,
+    /// The number of threads that send alerts.
+    alerting: usize,
     /// The connections to the receiver that carry a line and a socket. An open connection is the
     /// only way to query whether the receiver has read them.
     unread: Vec<UnixStream>,
 }
 
 impl Handovers {
-    /// Admits a client, given the limit `most`, and counts its thread.
+    /// Admits a client, given the limit `most` of hand-overs and of alerts, and counts its thread.
     pub(super) fn admit(&mut self, most: usize) -> Admission {
-        let in_flight = self.in_flight();
-        let admission = match in_flight {
-            _ if in_flight < most => Admission::HandOver,
-            _ if in_flight < 2 * most => Admission::Alert,
-            _ => return Admission::Close,
-        };
-        self.threads += 1;
-        admission
+        self.close_read();
+        if self.passing + self.unread.len() < most {
+            self.passing += 1;
+            Admission::HandOver
+        } else if self.alerting < most {
+            self.alerting += 1;
+            Admission::Alert
+        } else {
+            Admission::Close
+        }
     }
 
-    /// Counts a thread as ended. `passed` is the connection on which it passed a socket.
-    pub(super) fn end(&mut self, passed: Option<UnixStream>) {
-        self.threads -= 1;
+    /// Counts the thread of an admitted client as ended. `passed` is the connection on which it passed
+    /// a socket.
+    pub(super) fn end(&mut self, admission: Admission, passed: Option<UnixStream>) {
+        match admission {
+            Admission::HandOver => self.passing -= 1,
+            Admission::Alert => self.alerting -= 1,
+            Admission::Close => {}
+        }
         self.unread.extend(passed);
     }
 
-    /// The number of hand-overs in flight. Closes the connections of lines that have been read.
-    pub(super) fn in_flight(&mut self) -> usize {
+    /// Closes the connections of lines that have been read.
+    pub(super) fn close_read(&mut self) {
         // The query does not fail for a unix socket. If it did, the connection would never end.
         self.unread.retain(|one| !is_received(one).unwrap_or(true));
-        self.threads + self.unread.len()
+    }
+
+    pub(super) fn threads(&self) -> usize {
+        self.passing + self.alerting
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.threads() == 0 && self.unread.is_empty()
     }
 }
 
@@ -73,7 +89,11 @@ mod tests {
             admitted,
             [handover, handover, alert, alert, Admission::Close]
         );
-        handovers.end(None);
+        // An alert that ends makes no room for a hand-over.
+        handovers.end(alert, None);
         assert_eq!(handovers.admit(2), alert);
+        // Clients that wait for their alert keep no other out.
+        handovers.end(handover, None);
+        assert_eq!(handovers.admit(2), handover);
     }
 }

@@ -52,7 +52,7 @@ impl State {
     }
 
     pub(super) fn handover_threads(&self) -> usize {
-        self.handovers.values().map(|one| one.threads).sum()
+        self.handovers.values().map(Handovers::threads).sum()
     }
 }
 
@@ -78,9 +78,14 @@ impl Shared {
 
     /// Counts the thread of a hand-over as ended, whether it succeeded or failed. `passed` is the
     /// connection on which it passed a socket.
-    pub(super) fn end_handover(&self, index: usize, passed: Option<UnixStream>) {
+    pub(super) fn end_handover(
+        &self,
+        index: usize,
+        admission: Admission,
+        passed: Option<UnixStream>,
+    ) {
         if let Some(one) = lock(&self.state).handovers.get_mut(&index) {
-            one.end(passed);
+            one.end(admission, passed);
         }
         self.end_read_handovers();
         self.changed.notify_all();
@@ -89,6 +94,9 @@ impl Shared {
     /// Closes the connections to receivers that have read their line.
     pub(super) fn end_read_handovers(&self) {
         let handovers = &mut lock(&self.state).handovers;
-        handovers.retain(|_, one| one.in_flight() > 0);
+        handovers.retain(|_, one| {
+            one.close_read();
+            !one.is_empty()
+        });
     }
 }
