@@ -172,7 +172,7 @@ impl Channel {
         let (follows, more) = match host_answers {
             true => (
                 "its connections wait".to_owned(),
-                ", or the program behind it does not read",
+                ", or the program behind it reads little or nothing",
             ),
             false => (format!("counts as lost after {limit:?}"), ""),
         };

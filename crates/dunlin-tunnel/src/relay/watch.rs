@@ -5,7 +5,7 @@
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::SocketAddr;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -20,20 +20,28 @@ use crate::watched::WatchedSockets;
 
 /// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 16;
-/// A peer is silent if this number of consecutive checks have found no change: after a fifth of
-/// [`Limits::vanished`](crate::Limits::vanished), when the peer of a trunk counts as silent, and at most
-/// one check later.
+/// A peer is silent if this number of consecutive checks have found no change: after about a fifth of
+/// [`Limits::vanished`](crate::Limits::vanished), when the peer of a trunk counts as silent. It counts as
+/// silent until as many checks have found changes: a program that reads slowly causes one report.
 const SILENT: u32 = 3;
 
-/// What a check has found about the channels of one address, at which one process of a peer runs.
+/// A peer's name and host. One process of the peer has all its channels.
+type PeerAt = (String, IpAddr);
+
+/// What the checks have found about the channels of a peer.
 #[derive(Clone, Copy, Default)]
 struct Progress {
     /// The bytes that the peer has acknowledged and sent.
     bytes: u64,
     /// Whether bytes wait for the peer.
     waits: bool,
+    /// Whether an acknowledgement is overdue on a channel.
+    is_overdue: bool,
     /// The number of consecutive checks that found bytes waiting and no progress.
     unchanged: u32,
+    /// The number of consecutive other checks.
+    changed: u32,
+    is_reported: bool,
 }
 
 pub(super) struct Watch {
@@ -147,26 +155,32 @@ impl Watch {
 fn report_silent(
     channels: &[Arc<Channel>],
     step: Duration,
-    before: &BTreeMap<SocketAddr, Progress>,
-) -> BTreeMap<SocketAddr, Progress> {
-    let mut found: BTreeMap<SocketAddr, Progress> = BTreeMap::new();
+    before: &BTreeMap<PeerAt, Progress>,
+) -> BTreeMap<PeerAt, Progress> {
+    let mut found: BTreeMap<PeerAt, (Progress, &Channel)> = BTreeMap::new();
     for channel in channels.iter().filter(|one| one.is_relaying()) {
         let (bytes, waits) = channel.progress();
-        let peer = found.entry(channel.at).or_default();
+        let key = (channel.peer.clone(), channel.at.ip());
+        let (peer, _) = found.entry(key).or_insert((Progress::default(), channel));
         peer.bytes += bytes;
         peer.waits |= waits;
+        peer.is_overdue |= channel.is_silent(step);
     }
-    for (at, peer) in &mut found {
-        let same = before
-            .get(at)
-            .filter(|old| old.waits && peer.waits && old.bytes == peer.bytes);
-        peer.unchanged = same.map_or(0, |old| old.unchanged.saturating_add(1));
-        let mut own = channels.iter().filter(|one| one.at == *at);
-        if peer.unchanged == SILENT
-            && let Some(first) = own.clone().next()
-        {
-            first.report_silence(!own.any(|one| one.is_silent(step)));
+    let judged = found.into_iter().map(|(key, (mut peer, channel))| {
+        let old = before.get(&key).copied().unwrap_or_default();
+        if old.waits && peer.waits && old.bytes == peer.bytes {
+            peer.unchanged = old.unchanged.saturating_add(1);
+        } else {
+            peer.changed = old.changed.saturating_add(1);
         }
-    }
-    found
+        peer.is_reported = old.is_reported && peer.changed < SILENT;
+        if peer.unchanged >= SILENT && !peer.is_reported {
+            peer.is_reported = true;
+            // One check is not enough: after a long silence of both sides, data that was sent just
+            // before the check seems to be overdue.
+            channel.report_silence(!(peer.is_overdue && old.is_overdue));
+        }
+        (key, peer)
+    });
+    judged.collect()
 }
