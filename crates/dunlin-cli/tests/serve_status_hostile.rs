@@ -128,7 +128,12 @@ fn i8_a_flood_takes_no_more_than_the_limit_of_cpu_time() {
         thread::sleep(Duration::from_secs(4));
         let (took, used) = (began.elapsed(), cpu(pid) - before);
         let served = answers.load(Ordering::Relaxed) - served;
+        let began = Instant::now();
+        let code = ask();
+        let waited = began.elapsed();
         stop.store(true, Ordering::Relaxed);
+        assert_eq!(code, 400);
+        assert!(waited < MARGIN, "{waited:?}");
         (took, used, served)
     });
     println!("{used:?} of {:?}; {served} answers", allowed(took));

@@ -186,6 +186,14 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     Ok(())
 }
 
+/// Sets how many connections may wait at a listening socket until they are accepted.
+///
+/// # Errors
+/// An error from listen(2).
+pub fn limit_queue(listener: impl AsFd, connections: i32) -> io::Result<()> {
+    Ok(rustix::net::listen(listener, connections)?)
+}
+
 /// Limits the rate at which the kernel sends on this connection, in bytes per second; `None`
 /// removes the limit (`SO_MAX_PACING_RATE`, tc-fq(8)).
 ///

@@ -7,6 +7,10 @@ use std::time::Duration;
 /// is opened.
 const KEPT: Duration = Duration::from_secs(10);
 
+/// The longest wait. A client that has cost more is not paid for in full, so that other clients are
+/// served within seconds.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
 /// CPU time that may be used, as a token bucket.
 #[derive(Debug)]
 pub(super) struct Budget {
@@ -41,9 +45,9 @@ impl Budget {
         let elapsed = now.elapsed.saturating_sub(self.last.elapsed);
         let used = now.used.saturating_sub(self.last.used);
         self.last = now;
-        let full = self.cpus * KEPT.as_secs_f64();
-        let left = self.left + elapsed.as_secs_f64() * self.cpus - used.as_secs_f64();
-        self.left = left.min(full);
+        let of = |time: Duration| self.cpus * time.as_secs_f64();
+        let left = self.left + of(elapsed) - used.as_secs_f64();
+        self.left = left.clamp(-of(LONGEST_WAIT), of(KEPT));
         Duration::from_secs_f64((-self.left / self.cpus).max(0.0))
     }
 }
@@ -72,5 +76,9 @@ mod tests {
         // An hour without use earns ten seconds.
         assert_eq!(budget.wait(at(3_601_000, 440)), Duration::ZERO);
         assert_eq!(budget.wait(at(3_601_000, 920)), Duration::from_secs(2));
+        // However much was used, the wait is bounded.
+        let most = Duration::from_secs(5);
+        assert_eq!(budget.wait(at(3_601_000, 60_000)), most);
+        assert_eq!(budget.wait(at(3_606_000, 60_000)), Duration::ZERO);
     }
 }

@@ -11,6 +11,8 @@ use dunlin_linux::socket::remaining;
 /// Maximum length of a request with its headers. Browsers send less than 2 KiB.
 const HEAD_LIMIT_BYTES: usize = 8 * 1024;
 const MAX_HEADERS: usize = 64;
+/// Maximum number of parts in which a request arrives. Each part costs CPU time.
+const MAX_PARTS: usize = 64;
 /// How long a client may take to send its request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(3);
 /// How long a client may take to read the answer.
@@ -78,7 +80,7 @@ pub(super) fn read(connection: &mut dyn Connection, names: &[String]) -> Result<
     let deadline = Instant::now() + REQUEST_LIMIT;
     let mut bytes = Vec::new();
     let mut part = [0; 2048];
-    loop {
+    for _ in 0..MAX_PARTS {
         let limit = remaining(deadline).map_err(|_| TOO_SLOW)?;
         connection.set_limit(limit).map_err(|_| BAD)?;
         let length = match connection.read(&mut part) {
@@ -99,6 +101,7 @@ pub(super) fn read(connection: &mut dyn Connection, names: &[String]) -> Result<
             return Err(TOO_LONG);
         }
     }
+    Err(BAD)
 }
 
 /// Parses a request; `None` if it is not complete.

@@ -15,7 +15,7 @@ use clap::Args;
 use dunlin_linux::affinity::{allowed, process_cpu_time};
 use dunlin_linux::local;
 use dunlin_linux::signals::EndSignals;
-use dunlin_linux::socket::is_held;
+use dunlin_linux::socket::{is_held, limit_queue};
 use dunlin_tunnel::FileAccess;
 
 use super::budget::{Budget, Times};
@@ -76,11 +76,12 @@ impl ServeStatus {
         };
         let manager = Manager::find();
         let listener = self.listener()?;
+        listener.keep_queue_short()?;
         let at = listener.to_string();
         // This comes before the confinement, which forbids reading the host's name and reaching the
         // service manager.
         let source = Source::new(&self.control);
-        let cpus = allowed()?.len();
+        let cpus = allowed().map_or(1, |cpus| cpus.len());
         let budget = Budget::new(self.cpu_limit, cpus, times(Instant::now()));
         manager.ready(&format!("serves the status at {at}"));
         // Confine the process before it starts threads, because existing threads would stay
@@ -163,6 +164,15 @@ impl Listener {
             Self::Unix(listener, _) => Box::new(listener.accept()?.0),
             Self::Tcp(listener, _) => Box::new(listener.accept()?.0),
         })
+    }
+
+    /// Lets only so many clients wait as are served at a time. A client in a longer queue could wait
+    /// for longer than it waits for an answer.
+    fn keep_queue_short(&self) -> io::Result<()> {
+        match self {
+            Self::Unix(listener, _) => limit_queue(listener, MAX_CONNECTIONS as i32),
+            Self::Tcp(listener, _) => limit_queue(listener, MAX_CONNECTIONS as i32),
+        }
     }
 
     /// The file of a unix socket.
