@@ -106,8 +106,8 @@ const HANDOVERS: usize = 32;
 
 impl Default for Limits {
     /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client
-    /// eight, and a hand-over that the receiver has not read one. Three names whose receivers do not
-    /// read fit.
+    /// eight, and a hand-over that the receiver has not read one. Three names fit with receivers that
+    /// do not read.
     fn default() -> Self {
         Self {
             pending: 128,
