@@ -133,18 +133,24 @@ fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
         return;
     };
     let _turn = need::turn();
-    let pair = tunnels();
-    let relay = pair.relay.clone().unwrap();
-    // Delay the first lane after the control lane. The near side sends on this lane, because the
-    // far side requests its own first lane later.
-    relay.delay(1);
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
-    let mut migration = through(&pair);
-    migration.multifd = Some(4);
-    migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
-    move_and_check(&setup, &migration);
-    let late = relay.forwarded(1);
-    assert!(late > Some(64 << 10), "{late:?} bytes on the delayed lane");
+    let carried = || {
+        let pair = tunnels();
+        let relay = pair.relay.clone().unwrap();
+        // Delay the first lane after the control lane.
+        relay.delay(1);
+        let mut migration = through(&pair);
+        migration.multifd = Some(4);
+        migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
+        move_and_check(&setup, &migration);
+        relay.forwarded(1)
+    };
+    // The near side sends on this lane, unless the first lane that the far side requests is faster.
+    let late: Vec<_> = std::iter::repeat_with(carried).take(3).collect();
+    assert!(
+        late.iter().any(|bytes| *bytes > Some(64 << 10)),
+        "{late:?} bytes on the delayed lane"
+    );
 }
 
 #[test]
