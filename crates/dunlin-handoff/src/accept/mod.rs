@@ -98,7 +98,7 @@ pub struct Limits {
 }
 
 /// The default of [`Limits::handovers`]. The kernel rejects a socket if one user already has more
-/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 32, at least 32 names
+/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 32, about 30 names
 /// have room for their sockets if no receiver reads, and QEMU with 16 multifd channels has room if its
 /// receiver pauses. The drawback is that a receiver that pauses loses all but 32 clients of a burst; a
 /// higher number leaves room for fewer names.
@@ -106,8 +106,8 @@ const HANDOVERS: usize = 32;
 
 impl Default for Limits {
     /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client
-    /// eight, and a hand-over that the receiver has not read one. Three names fit with receivers that
-    /// do not read.
+    /// eight, and a hand-over that the receiver has not read one. This leaves room for three names
+    /// with receivers that read nothing.
     fn default() -> Self {
         Self {
             pending: 128,
