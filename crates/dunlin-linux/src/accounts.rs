@@ -10,7 +10,7 @@ const MOST_BYTES: usize = 1 << 20;
 /// The ID of the user with this name; `None` if there is none.
 ///
 /// # Errors
-/// The user database cannot be read.
+/// The user database cannot be read, or the entry is longer than 1 MiB.
 pub fn user_id(name: &str) -> io::Result<Option<u32>> {
     find(
         name,
@@ -26,7 +26,7 @@ pub fn user_id(name: &str) -> io::Result<Option<u32>> {
 /// The ID of the group with this name; `None` if there is none.
 ///
 /// # Errors
-/// The group database cannot be read.
+/// The group database cannot be read, or the entry is longer than 1 MiB.
 pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     find(
         name,

@@ -98,7 +98,7 @@ impl Epoll {
         Ok(epoll::delete(&self.0, socket)?)
     }
 
-    /// Arms a socket that was added with [`Epoll::add`], so that it is reported once more.
+    /// Arms a socket that was added with [`Epoll::add`], so that its next event is reported.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).
@@ -122,7 +122,8 @@ impl Epoll {
     }
 
     /// Waits until a socket is ready or `timeout` has passed. Appends to `ready` at most 64 of the
-    /// sockets that are ready. After a signal it returns without adding any.
+    /// sockets that are ready. If a signal interrupts the wait, the function returns and appends
+    /// none.
     ///
     /// # Errors
     /// An error from epoll_pwait(2).

@@ -93,8 +93,8 @@ pub fn is_received(socket: impl AsFd) -> io::Result<bool> {
     Ok(unacknowledged_bytes(socket)? == 0)
 }
 
-/// Duplicates the descriptor `number` that was inherited from the parent process, and sets
-/// close-on-exec on `number` itself.
+/// Duplicates the descriptor `number` that was inherited from the parent process. Sets
+/// close-on-exec on `number` and on the duplicate.
 ///
 /// # Errors
 /// An error from fcntl(2): EBADF if `number` is not open.

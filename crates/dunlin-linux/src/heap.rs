@@ -1,9 +1,9 @@
 //! The heap of the C library (malloc(3)).
 
-/// Lets all threads that the process starts from now on share one part of the heap (M_ARENA_MAX, mallopt(3)).
-/// Otherwise each part keeps what the thread that needed most once had: with two CPUs, there are up to 16
-/// parts. In return, threads wait for each other while they allocate. Does nothing with a C library other
-/// than glibc.
+/// Makes all threads that the process starts from now on share one arena of the heap (M_ARENA_MAX,
+/// mallopt(3)). By default glibc creates up to 8 arenas per CPU, and each arena keeps memory that
+/// its threads have freed. The drawback is that threads wait for each other when they allocate.
+/// Does nothing with a C library other than glibc.
 pub fn share() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt(3) has no preconditions. Its lock makes it safe in every thread.

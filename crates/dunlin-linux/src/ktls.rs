@@ -68,9 +68,9 @@ pub struct Key<'a> {
     pub key: &'a [u8],
     /// For TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make
     /// the nonce. For AES-GCM in TLS 1.2: the four secret bytes of the salt, followed by the
-    /// explicit nonce of the kernel's first record. The kernel counts the explicit nonce up,
-    /// independently of the sequence number. No earlier record may have used this explicit nonce or
-    /// a later one, because two records with the same nonce reveal the authentication key.
+    /// explicit nonce of the kernel's first record. The kernel increments the explicit nonce with
+    /// each record, independently of the sequence number. This explicit nonce and all later ones must
+    /// be unused, because two records with the same nonce reveal the authentication key.
     pub nonce: [u8; 12],
     /// The sequence number of the next record.
     pub sequence: u64,
@@ -280,7 +280,7 @@ pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<us
 /// Sends one record that is not application data: an alert or a handshake message.
 ///
 /// # Errors
-/// An error from sendmsg(2).
+/// `WriteZero` if the kernel accepts only a part of `content`; otherwise an error from sendmsg(2).
 pub fn send_record(socket: impl AsFd, content_type: u8, content: &[u8]) -> io::Result<()> {
     let mut content = content.to_vec();
     let piece = VolatileSlice::from(&mut content[..]);

@@ -72,9 +72,10 @@ pub fn file_id(path: &Path) -> io::Result<FileId> {
 /// Listens at `path`, which must not exist. Returns the listener and the identity of its file.
 ///
 /// # Errors
-/// `AddrInUse` if the path exists; `PermissionDenied` without the privilege to change the owner
-/// (`CAP_CHOWN`), or if another process has replaced the file; otherwise an error of the kernel.
-/// After an error that follows bind(2), the file at `path` is removed if the process may remove it.
+/// `AddrInUse` if the path exists; `InvalidInput` if the path is too long; `PermissionDenied`
+/// without the privilege to change the owner (`CAP_CHOWN`), or if another process has replaced the
+/// file; otherwise an error of the kernel. After an error that follows bind(2), the file at `path`
+/// is removed if the process may remove it.
 pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, FileId)> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -91,7 +92,7 @@ pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, Fil
     match found {
         Ok(id) => Ok((UnixListener::from(socket), id)),
         Err(error) => {
-            // The process may lack the permission to remove files.
+            // Ignore an error, because the process may lack the permission to remove files.
             let _ = std::fs::remove_file(path);
             Err(error)
         }
@@ -103,7 +104,8 @@ pub fn listen(path: &Path, access: &FileAccess) -> io::Result<(UnixListener, Fil
 /// another process puts in its place gets this mode.
 ///
 /// # Errors
-/// `AddrInUse` if the path exists; otherwise an error of the kernel.
+/// `AddrInUse` if the path exists; `InvalidInput` if the path is too long; otherwise an error of the
+/// kernel.
 pub fn listen_private(path: &Path) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

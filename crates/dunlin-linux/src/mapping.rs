@@ -201,9 +201,9 @@ pub fn advise_huge_pages(memory: &TrackedMemory) {
 /// threads map memory concurrently.
 const ALIGN_ATTEMPTS: usize = 4;
 
-/// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up. A huge
-/// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
-/// alignment in this process and in the guest.
+/// Calls `map` until its mapping begins at a multiple of 2 MiB, but repeats the call at most
+/// [`ALIGN_ATTEMPTS`] times. A huge page needs an aligned 2 MiB block in this process, and KVM's
+/// second-level tables need the same alignment in this process and in the guest.
 ///
 /// Since 6.7 Linux aligns private memory automatically. Otherwise the kernel usually takes the end
 /// of the highest gap that fits, without alignment. This function then occupies the end of that
@@ -224,8 +224,8 @@ fn aligned(
         let taken = Placeholder::new(end - excess, excess);
         mapped = match map() {
             Ok(mapped) => mapped,
-            // A limit on address space may not allow the placeholder and the mapping together. Then
-            // keep a mapping without alignment.
+            // If a limit on the address space is too low for the placeholder and the mapping
+            // together, use a mapping without alignment.
             Err(_) => {
                 drop(taken);
                 return map();
@@ -318,7 +318,8 @@ mod tests {
         assert!(matches!(error, MappingError::HugePages { .. }), "{error}");
     }
 
-    /// Tests memfds too, because some kernels align private memory automatically.
+    /// Includes memfds, because some kernels align private memory themselves. On such a kernel,
+    /// private memory alone would not test [`aligned`].
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {

@@ -63,8 +63,9 @@ const BATCH: usize = 512;
 /// page.
 ///
 /// # Errors
-/// `ENOTTY` or `EINVAL` if the kernel lacks PAGEMAP_SCAN (before 6.7); the caller must then treat
-/// all of `memory` as populated.
+/// `ENOTTY` or `EINVAL` if the kernel lacks PAGEMAP_SCAN (before 6.7); otherwise an error from
+/// opening /proc/self/pagemap or from ioctl(2). After any error, the caller must treat all of
+/// `memory` as populated.
 pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let filter = ScanArgument {
         category_inverted: PAGE_IS_PFNZERO,
@@ -108,8 +109,8 @@ pub(crate) enum Absent {
 /// For each page, reporting and write-protecting are one atomic step.
 ///
 /// # Errors
-/// `EPERM` if `memory` is not registered for asynchronous write-protection. Ranges reported before
-/// the error are not reported again.
+/// `EPERM` if `memory` is not registered for asynchronous write-protection; otherwise an error from
+/// ioctl(2). Ranges reported before the error are not reported again.
 pub(crate) fn take_written(
     pagemap: &File,
     memory: &VolatileSlice<'_>,

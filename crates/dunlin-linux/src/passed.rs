@@ -27,7 +27,8 @@ pub struct Passed {
 /// sockets. Call it before the process opens any descriptor.
 ///
 /// # Errors
-/// `InvalidData` if the environment contradicts itself or the open descriptors.
+/// `InvalidData` if the environment is malformed or contradicts itself, or if a descriptor that it
+/// lists is not open.
 pub fn take() -> io::Result<Vec<Passed>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::SeqCst) {

@@ -60,7 +60,7 @@ pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
         if kept.contains(capability) {
             continue;
         }
-        // The kernel has no capability with this number, nor with a higher one.
+        // An error means that the kernel has no capability with this number, nor with a higher one.
         let Ok(is_bounding) = capability_is_in_bounding_set(capability) else {
             break;
         };

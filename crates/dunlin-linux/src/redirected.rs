@@ -12,15 +12,16 @@ use crate::option;
 
 /// `SO_ORIGINAL_DST` and `IP6T_SO_ORIGINAL_DST`, which have the same number.
 const ORIGINAL_DST: libc::c_int = 80;
-/// Size of `struct sockaddr_in6`, the larger of the two results.
+/// Size of `struct sockaddr_in6`, which is larger than the `struct sockaddr_in` for IPv4.
 const ADDRESS_BYTES: usize = 28;
 
 /// The address to which the client connected, as the kernel's connection tracking recorded it. For
 /// a tracked connection that was not redirected, this is the socket's own address.
 ///
 /// # Errors
-/// `NotFound` (`ENOENT`) if the kernel does not track the connection; an error from getsockopt(2),
-/// such as `ENOPROTOOPT` if the kernel has no connection tracking.
+/// `NotFound` (`ENOENT`) if the kernel does not track the connection; `InvalidData` if the kernel
+/// returns an address in another format; otherwise an error from getsockopt(2), such as
+/// `ENOPROTOOPT` if the kernel has no connection tracking.
 pub fn original_destination(socket: impl AsFd) -> io::Result<SocketAddr> {
     let level = match sockopt::socket_domain(&socket)? {
         AddressFamily::INET6 => libc::SOL_IPV6,
@@ -43,8 +44,8 @@ pub fn is_own_address(address: IpAddr) -> bool {
         socket.connect((address, 9))?;
         socket.local_addr()
     });
-    // A packet to 127.0.0.2, for example, has the source 127.0.0.1, so loopback addresses are not
-    // compared.
+    // Every loopback address belongs to this host. It is not compared with the source, because a
+    // packet to 127.0.0.2, for example, has the source 127.0.0.1.
     address.is_loopback() || connected.is_ok_and(|from| from.ip() == address)
 }
 

@@ -64,8 +64,8 @@ impl HangUps {
 }
 
 impl EndSignals {
-    /// Blocks both signals. Call it before the process has a second thread: if one thread does not
-    /// block them, the kernel delivers them to that thread, and they terminate the process.
+    /// Blocks SIGINT and SIGTERM. Call it before the process has a second thread: if one thread does
+    /// not block them, the kernel delivers them to that thread, and they terminate the process.
     ///
     /// # Errors
     /// An error from pthread_sigmask(3).
@@ -73,7 +73,7 @@ impl EndSignals {
         block(&[EndSignal::Interrupt, EndSignal::Terminate].map(EndSignal::number)).map(Self)
     }
 
-    /// Waits for the next signal.
+    /// Waits for the next SIGINT or SIGTERM.
     ///
     /// # Errors
     /// An error from sigwait(3).

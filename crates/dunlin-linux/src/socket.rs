@@ -216,7 +216,7 @@ pub fn set_buffers(
     send_bytes: Option<u32>,
     receive_bytes: Option<u32>,
 ) -> io::Result<()> {
-    // The kernel stores the value as a signed number.
+    // The option is an `int`, and `rustix` rejects a size that does not fit.
     let size = |bytes: u32| bytes.min(i32::MAX.unsigned_abs()) as usize;
     if let Some(bytes) = send_bytes {
         sockopt::set_socket_send_buffer_size(&socket, size(bytes))?;
@@ -303,8 +303,8 @@ pub fn own_user() -> u32 {
 pub enum Accepted<T> {
     /// A connection.
     Connection(T),
-    /// No connection was waiting, the waiting connection had already ended or has an error of the
-    /// network, or a signal interrupted the call. Wait for the listener again.
+    /// No connection was waiting, the waiting connection had already ended or failed with a network
+    /// error, or a signal interrupted the call. Wait for the listener again.
     Nothing,
     /// Descriptors or memory ran out. Clients can cause this, so the shortage must not stop a
     /// listener (invariant I7).

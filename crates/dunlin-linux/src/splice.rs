@@ -10,11 +10,11 @@ use rustix::pipe::SpliceFlags;
 /// The capacity of a pipe: sixteen pieces of one page. A user with too many pipes gets smaller
 /// pipes.
 ///
-/// Formula: the kernel's default for a new pipe. Drawback: a larger pipe would need fewer calls.
-/// Alternative: 256 KiB. But from Linux 6.5 to the end of 2025 a kernel TLS socket sends
-/// uninitialised memory if more than seventeen pieces arrive for one record (the fix is "tls: trim
-/// encrypted message to match the plaintext on short splice"). A pipe of sixteen pieces cannot
-/// cause that. With 256 KiB an unprivileged user could also have only a quarter as many pipes.
+/// The value is the kernel's default for a new pipe. A larger pipe, such as 256 KiB, would need
+/// fewer calls. But from Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised memory
+/// if more than seventeen pieces arrive for one record (the fix is "tls: trim encrypted message to
+/// match the plaintext on short splice"). A pipe of sixteen pieces cannot cause that. With 256 KiB an
+/// unprivileged user could also have only a quarter as many pipes.
 const PIPE_BYTES: usize = 64 << 10;
 
 /// A pipe between two descriptors. Bytes stay in it from [`Conduit::take`] until
@@ -81,8 +81,8 @@ impl Conduit {
 }
 
 fn splice(from: impl AsFd, to: impl AsFd, most: usize) -> io::Result<usize> {
-    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. Kernel TLS also treats
-    // this flag as the socket's non-blocking mode.
+    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. If the socket has kernel
+    // TLS, the flag also keeps the call from waiting for the socket.
     let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
     let count = retry_on_intr(|| rustix::pipe::splice(&from, None, &to, None, most, flags))?;
     Ok(count)

@@ -123,7 +123,8 @@ impl WriteWatch {
     ///
     /// # Errors
     /// `ENOSYS` or `EINVAL` if the kernel lacks asynchronous write-protection (before 6.7, or built
-    /// without userfaultfd), `EPERM` if a seccomp filter forbids userfaultfd(2).
+    /// without userfaultfd), `EPERM` if a seccomp filter forbids userfaultfd(2); otherwise an error
+    /// from userfaultfd(2), open(2) or ioctl(2), such as `EMFILE`.
     pub fn new() -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
         // SAFETY: a userfaultfd has no effect until memory is registered, and `control` registers
@@ -150,8 +151,8 @@ impl WriteWatch {
     /// counts as written.
     ///
     /// # Errors
-    /// `EBUSY` if another userfaultfd watches the memory, `EINVAL` if this kind of memory cannot be
-    /// watched, or `ENOMEM`.
+    /// An error from ioctl(2), such as `EBUSY` if another userfaultfd watches the memory, `EINVAL` if
+    /// this kind of memory cannot be watched, or `ENOMEM`.
     pub fn register(&self, memory: &VolatileSlice<'_>, behind: Behind) -> io::Result<()> {
         let mut register = Register {
             range: span(memory),
@@ -173,11 +174,11 @@ impl WriteWatch {
 
     /// Calls `found` with each range of bytes of `memory` that was written since it was registered
     /// or last taken. Ranges are in order, relative to the start of `memory`, and in whole pages
-    /// (huge pages if the memory consists of them). May report more, such as a page that was read
-    /// for the first time.
+    /// (huge pages if the memory consists of them). The ranges may include other pages, such as a
+    /// page that was read for the first time.
     ///
     /// # Errors
-    /// `EPERM` if `memory` is not registered.
+    /// `EPERM` if `memory` is not registered; otherwise an error from ioctl(2).
     pub fn take(
         &self,
         memory: &VolatileSlice<'_>,
@@ -194,7 +195,7 @@ impl WriteWatch {
     /// Stops watching `memory`.
     ///
     /// # Errors
-    /// An error from ioctl(2); dropping the watch stops it in any case.
+    /// An error from ioctl(2). Dropping the [`WriteWatch`] stops watching all memory.
     pub fn unregister(&self, memory: &VolatileSlice<'_>) -> io::Result<()> {
         self.control(&mut span(memory))
     }
@@ -429,7 +430,7 @@ mod tests {
             taken(&watch, &slice, Behind::Anonymous),
             [1000..1001, 1003..1004]
         );
-        // A first touch may populate the pages around it as well.
+        // A first touch may also populate the pages around the touched page.
         write(&slice, 1600);
         let around = taken(&watch, &slice, Behind::Anonymous);
         assert!(
