@@ -1,5 +1,5 @@
-//! The connecting side: resolves a name, connects, completes the handshake and installs the keys in
-//! the kernel, all before one deadline.
+//! The connecting side: resolves a name, connects and completes the handshake, all before one
+//! deadline. [`crate::kernel`] then installs the keys in the kernel.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -40,8 +40,8 @@ pub struct ConnectionInfo {
     pub peer: Option<PeerIdentity>,
 }
 
-/// Connects to `host` and performs the handshake. Returns at `deadline` at the latest, and soon
-/// after `cancel` is cancelled.
+/// Connects to `host` and performs the handshake. Returns an error when `deadline` passes or `cancel`
+/// is cancelled.
 ///
 /// # Errors
 /// [`HandoffError`], after closing the connection.

@@ -32,8 +32,9 @@ impl Connected {
     /// parts of [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`HandoffError::Kernel`]. [`HandoffError::Handshake`] if the connection fails, or if the
-    /// server, after its handshake, sends a handshake message that is not a session ticket. The
+    /// [`HandoffError::Kernel`] if the kernel refuses the keys. [`HandoffError::Handshake`] if the
+    /// connection fails, if `deadline` passes, or if the server, after its handshake, sends too many
+    /// session tickets, an incomplete one, or another handshake message. After any error the
     /// connection is closed, because the kernel may have only one of its keys.
     pub fn into_kernel(
         self,

@@ -26,7 +26,7 @@ fn outcome(near: &Host, served: &ServerTls, trust: TrustPolicy) -> Result<(), Ha
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     thread::scope(|scope| {
-        // The test checks only the client's result. The server's handshake may fail, because it
+        // The test checks only the client's result. The server's handshake can fail, because it
         // expects a Dunlin client.
         scope.spawn(|| {
             let (accepted, _) = listener.accept().unwrap();

@@ -25,9 +25,10 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
 /// client usually completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
-/// The interval between queries of the receivers with unread lines. No event reports that a line has
-/// been read. A new client of the name queries them immediately, so the interval only delays the
-/// close of connections. A shorter interval would wake the process more often.
+/// The interval between queries whether receivers have read their lines. No event reports that a
+/// line has been read. When a new client of a hand-off name arrives, the acceptor queries that
+/// name's receiver immediately, so the interval only delays the close of connections. A shorter
+/// interval would wake the process more often.
 const RECEIVERS_STEP: Duration = Duration::from_secs(1);
 
 const WAKE: u64 = u64::MAX;
@@ -44,7 +45,7 @@ pub(super) struct AcceptLoop {
     paused_until: Option<Instant>,
     /// Whether [`Event::Starved`] was reported and no client has been accepted since then.
     is_starved: bool,
-    /// When to query the receivers with unread lines again.
+    /// When to query again whether receivers have read their lines.
     next_query: Instant,
 }
 
@@ -100,7 +101,7 @@ impl AcceptLoop {
     /// epoll failed.
     fn serve(&mut self) -> io::Result<bool> {
         let deadlines = self.clients.values().map(|client| client.deadline);
-        // Only this thread begins hand-overs, so it sees them here.
+        // Only this thread begins hand-overs, so none begins while it waits.
         let is_any_in_flight = !lock(&self.shared.state).handovers.is_empty();
         let query = is_any_in_flight.then_some(self.next_query);
         let next = deadlines.chain(self.paused_until).chain(query).min();
@@ -167,8 +168,8 @@ impl AcceptLoop {
         self.listen(listener)
     }
 
-    /// Evicts the client that [`least`] selects if its grace period has passed. Reports
-    /// [`Event::Starved`] if no client is pending.
+    /// Evicts the client that [`least`] selects if its grace period has passed. If no client is
+    /// pending, reports [`Event::Starved`], but only once until a client is accepted.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
@@ -229,8 +230,8 @@ impl AcceptLoop {
                     return;
                 };
                 let (from, name) = (client.from, client.name.clone());
-                // Remove the socket explicitly. Otherwise, epoll reports it until its last
-                // descriptor in any process is closed, and the receiver gets a descriptor, too.
+                // Remove the socket explicitly. Otherwise epoll reports it until its last descriptor
+                // in any process is closed, and the receiver gets a descriptor of it.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }

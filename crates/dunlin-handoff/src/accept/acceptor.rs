@@ -43,7 +43,7 @@ impl Acceptor {
         options: Options,
         observer: impl Observer<Event> + 'static,
     ) -> Result<Self, HandoffError> {
-        // Every kernel with TLS supports this cipher.
+        // Linux 5.1 added both TLS 1.3 and this cipher to kernel TLS.
         match abilities(CipherSuite::Aes256Gcm) {
             Err(refused) if options.backend.is_none() => return Err(refused.into()),
             Err(refused) => observer.event(&Event::NoKernelTls(refused)),

@@ -23,7 +23,7 @@ use dunlin_lane::handshake::linger;
 use dunlin_lane::kernel::{Refused, abilities};
 use dunlin_lane::peers::PeerIdentity;
 
-/// Time limit from the end of the handshake until the receiver has the socket.
+/// Time limit from the end of the handshake until the line and the socket are sent to the receiver.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a refused client has to read its alert.
 const ALERT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ const ALERT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A connection after its handshake, and the client's identity if client certificates are required.
 pub(super) type Secured = (Keyed, Option<PeerIdentity>);
 
-/// Passes a socket to its receiver.
+/// Passes a client's socket to its receiver, or refuses the client.
 pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
     let from = secured.0.at;
     begin(
@@ -46,9 +46,10 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
 }
 
 /// Runs `work` for a client of the name `index`, in a new thread because the receiver may be slow.
-/// `work` stores the connection on which it passes a socket, and gets the refusal of a client over
-/// the limit. Hand-overs are counted per name, so that the receiver of one name does not delay
-/// other names.
+/// `work` stores the connection on which it passes a socket in its second argument. If the client
+/// is over the limit, the third argument is the refusal. If too many refused clients already have a
+/// thread, the client is refused without one. Hand-overs are counted per name, so that the receiver
+/// of one name does not delay other names.
 fn begin<W>(shared: &Arc<Shared>, index: usize, from: SocketAddr, work: W)
 where
     W: FnOnce(&Shared, &mut Option<UnixStream>, Option<Refusal>) -> Result<Event, Refusal>
@@ -127,8 +128,8 @@ fn deliver(
     })
 }
 
-/// Sends the line with the socket, and the end. Stores the connection in `passed` even after an error,
-/// because a part of the line, with the socket, may have been sent.
+/// Sends the line with the socket, and ends the stream. Stores the connection in `passed` even after
+/// an error, because a part of the line, with the socket, may have been sent.
 fn pass(
     receiver: UnixStream,
     line: &str,
@@ -137,7 +138,8 @@ fn pass(
     passed: &mut Option<UnixStream>,
 ) -> io::Result<()> {
     let sent = send_sockets(&receiver, line.as_bytes(), &[socket], deadline);
-    // For the receiver this is the same as a close. It fails only if the receiver has closed.
+    // For the receiver, a shutdown is the same as a close. The call fails only if the receiver has
+    // closed its end.
     let _ = receiver.shutdown(Shutdown::Both);
     *passed = Some(receiver);
     sent
@@ -234,7 +236,8 @@ mod tests {
         });
     }
 
-    /// Takes a line with its socket, and reads the end. All of it has arrived.
+    /// Takes a line with its socket, and reads the end of the stream. Fails if a part has not arrived
+    /// yet.
     fn take(receiver: &UnixListener) {
         let from = receiver.accept().unwrap().0;
         from.set_nonblocking(true).unwrap();
@@ -273,25 +276,28 @@ mod tests {
         assert_eq!(hand_over(SLOW), busy);
         assert_eq!(hand_over(OWN), None);
         take(own);
-        // A hand-over ends when all of its line was read. Its connection may stay open.
+        // A hand-over ends when all of its line was read, even if the receiver keeps the connection
+        // open.
         let reads = slow.accept().unwrap().0;
         for expected in [busy, None, busy] {
             fdpass::receive(&reads, &mut [0; 2]).unwrap();
             assert_eq!(hand_over(SLOW), expected);
         }
-        // It also ends when the receiver closes the connection.
+        // A hand-over also ends when the receiver closes the connection.
         drop(slow.accept().unwrap());
         assert_eq!(hand_over(SLOW), None);
         for _ in 0..most {
             take(slow);
         }
-        // Without another client, the acceptor closes its connections. In this test its thread does
-        // not begin the hand-overs, so wake it.
+        // Even if no further client arrives, the accepting thread closes the connections of lines
+        // that were read. It sets the timeout for this before each wait. In this test another thread
+        // begins the hand-overs during a wait, so wake the accepting thread.
         acceptor.shared.waker.wake();
         until("the connections are closed", || {
             lock(&acceptor.shared.state).handovers.is_empty()
         });
-        // A line that is unread does not delay the end of the acceptor, and is not lost by it.
+        // An unread line does not delay the end of the acceptor, and the receiver can still read it
+        // afterwards.
         assert_eq!(hand_over(SLOW), None);
         assert_eq!(acceptor.drain(TIMEOUT), 0);
         take(slow);

@@ -39,8 +39,8 @@ const IDLE: Duration = Duration::from_secs(10);
 const LEAVING: usize = 8;
 
 impl Forwarded {
-    /// Forwards a client in new threads. Refuses it and resets its connection if there is no room
-    /// for it.
+    /// Forwards a client in new threads. Refuses the client and resets its connection if too many
+    /// clients are forwarded, or if no descriptors or threads are left.
     pub(super) fn start(
         shared: &Arc<Shared>,
         number: u64,
@@ -126,7 +126,7 @@ impl Forwarded {
         }
     }
 
-    /// Removes the client from the shared state, and resets a broken connection.
+    /// Removes the client from the shared state, and resets its connection if forwarding has failed.
     fn remove(&self, shared: &Shared) {
         if self.is_broken.load(Ordering::SeqCst) {
             reset(&self.client);

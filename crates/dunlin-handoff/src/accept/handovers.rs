@@ -1,4 +1,5 @@
-//! The hand-overs of one name that are in flight: until the receiver has read their lines.
+//! The hand-overs of one name that are in flight. A hand-over ends when the receiver has read its
+//! line or has closed the connection, or when the client is refused.
 //!
 //! ```text
 //!   admitted ─▶ a thread: keys, line, socket ─▶ the line is unread ─▶ ended
@@ -92,7 +93,7 @@ mod tests {
         // An alert that ends makes no room for a hand-over.
         handovers.end(alert, None);
         assert_eq!(handovers.admit(2), alert);
-        // Clients that wait for their alert keep no other out.
+        // Clients that wait for their alert do not prevent the hand-over of other clients.
         handovers.end(handover, None);
         assert_eq!(handovers.admit(2), handover);
     }

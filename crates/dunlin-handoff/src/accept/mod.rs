@@ -105,9 +105,9 @@ pub struct Limits {
 const HANDOVERS: usize = 32;
 
 impl Default for Limits {
-    /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client
-    /// eight, and a hand-over that the receiver has not read one. This leaves room for three names
-    /// with receivers that read nothing.
+    /// Limits for a process with 1,024 descriptors. A pending client takes one descriptor, a
+    /// forwarded client eight, and an unread hand-over one. This leaves room for three names with
+    /// receivers that read nothing.
     fn default() -> Self {
         Self {
             pending: 128,
@@ -128,7 +128,7 @@ pub struct Options {
     pub names: Vec<HandoffName>,
     /// The server for clients that request no hand-off name; `None` to refuse these clients.
     pub backend: Option<Backend>,
-    /// Whether clients that do not speak TLS are forwarded too.
+    /// Whether clients that do not speak TLS are forwarded to the backend instead of refused.
     pub forwards_plain: bool,
     /// Describes a socket to its receiver.
     pub describe: Description,

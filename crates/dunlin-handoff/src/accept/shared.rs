@@ -46,7 +46,8 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Whether no client is served. Receivers may still have lines to read.
+    /// Whether no client is forwarded and no hand-over has a thread. Clients may still be pending,
+    /// and receivers may still have lines to read.
     pub(super) fn is_idle(&self) -> bool {
         self.forwarded.is_empty() && self.handover_threads() == 0
     }
