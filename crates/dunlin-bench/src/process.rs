@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 /// (proc_pid_stat(5)). The process may be a zombie.
 ///
 /// # Errors
-/// There is no such process.
+/// /proc/PID/stat cannot be read or parsed, usually because there is no such process.
 pub fn cpu_s(id: u32) -> Result<f64> {
     /// USER_HZ, which is the same on all current architectures.
     const TICKS_PER_S: f64 = 100.0;
@@ -51,7 +51,8 @@ mod tests {
         let buffer = std::hint::black_box(vec![1_u8; 32 << 20]);
         assert!(super::peak_bytes(id).unwrap() >= buffer.len() as u64);
         let begin = super::cpu_s(id).unwrap();
-        // The kernel counts in steps of 10 ms, and a busy host gives this process little time.
+        // Wait long, because the kernel counts CPU time in steps of 10 ms, and a busy host gives this
+        // process little of it.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while super::cpu_s(id).unwrap() <= begin {
             assert!(std::time::Instant::now() < until, "no time was counted");

@@ -16,7 +16,7 @@ pub(crate) struct Row {
 
 /// The measurements of one run of a variant, to be added to the results.
 #[derive(Debug)]
-#[must_use = "a line counts only after `add`"]
+#[must_use = "a line is part of the results only after `add`"]
 pub struct Line<'a> {
     results: &'a mut Results,
     row: Row,
@@ -75,7 +75,7 @@ impl Line<'_> {
         self
     }
 
-    /// Adds the line to those of other runs under the same conditions.
+    /// Adds the line to the lines of other runs under the same conditions.
     pub fn add(self) {
         let Self { results, row } = self;
         let same = |known: &&mut Row| known.conditions == row.conditions;

@@ -70,7 +70,7 @@ impl Rig {
         self.bytes as f64 / f64::from(1 << 30)
     }
 
-    /// Fails unless the two memories are equal.
+    /// Fails unless source memory and destination memory are equal.
     pub(super) fn verify(&self) -> Result<()> {
         ensure!(
             digest(&self.source, 2)? == digest(&self.target, 2)?,
@@ -123,8 +123,9 @@ impl Rig {
 pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 /// Runs every piece of work on its own thread; returns the time that they took. All threads start
-/// at the same time. The wall time is from the first thread's start to the last thread's end, by
-/// the threads' own clocks: with many threads, this thread may run again long after they started.
+/// at the same time. The wall time is from the first thread's start to the last thread's end. The
+/// threads themselves take these times, because the calling thread is sometimes scheduled again only
+/// long after the others have started.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {
