@@ -10,7 +10,7 @@
 //! | part | what remains |
 //! | --- | --- |
 //! | privileges | no capabilities; `execve` grants none |
-//! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
+//! | [`files`] | reading identities and system settings; writing in the journal and in the history of migrations; creating and removing sockets in the directory of the control socket; no listening TCP ports; no signals to other processes |
 //! | [`calls`] | a list of system calls; no programs, new code, debugging, mounts, or new kinds of socket |
 //!
 //! A tunnel's routes may change while it runs, and so may the paths that the tunnel uses. A tunnel
@@ -124,8 +124,9 @@ impl Confining {
     /// reports it. In other existing threads, only system calls are restricted.
     ///
     /// # Errors
-    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
-    /// be in force.
+    /// A directory that the process needs cannot be created, or the Landlock rules cannot be built.
+    /// With `--confine yes`, also if a part fails, or if the process could read every file because
+    /// no directory of identities is known. The error names the part. Other parts may be in force.
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
         if self.confine == Whether::No {
             return Ok(Applied::new(self.confine).line());
@@ -205,7 +206,7 @@ impl ConfiningService {
             applied.lacks.push(text.to_owned());
             return Ok(applied.line());
         }
-        // A route may need these capabilities.
+        // Some routes need these capabilities.
         let mut kept = vec![Capability::OthersFiles, Capability::LowPorts];
         let mut left = "no privileges except for others' sockets and low ports";
         let mut owners = owners.to_vec();
@@ -357,11 +358,11 @@ pub(crate) fn make_no_more_sockets(confined: &Line, ipsec: bool) -> Result<()> {
     }
 }
 
-/// Checks that an identity may be read, so that the error is more informative than the
-/// kernel's EACCES.
+/// Checks that the confinement permits reading an identity, so that the error is more informative
+/// than the kernel's EACCES.
 ///
 /// # Errors
-/// The process may not read the directory.
+/// The confinement forbids reading the directory.
 pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
     let Some(allowed) = IDENTITIES.get() else {
         return Ok(());

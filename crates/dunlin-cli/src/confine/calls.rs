@@ -163,12 +163,14 @@ const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 /// Further ioctls that a process with a guest may use: queries of page maps.
 const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 
-/// Ioctls that a process with channels may use: the query for the unsent bytes of a socket.
+/// Ioctls that a process with channels may use: the query for the bytes of a socket that the peer
+/// has not acknowledged.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
-/// Ioctls that `handoff accept` may use: the query for the unsent bytes of a socket, and the query
-/// for the features of a network device, which are part of a socket's description. `SIOCETHTOOL`
-/// can also change features, but the kernel requires CAP_NET_ADMIN for that.
+/// Ioctls that `handoff accept` may use: the query for the bytes of a unix socket that the peer has
+/// not read, and the query for the features of a network device, which are part of a socket's
+/// description. `SIOCETHTOOL` can also change features, but the kernel requires CAP_NET_ADMIN for
+/// that.
 const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
 
 /// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec,

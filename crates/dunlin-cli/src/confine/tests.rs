@@ -358,7 +358,7 @@ const ENTRIES: u32 = 200_000;
 const ROUNDS: usize = 15;
 
 /// Measures how much time the filter of system calls adds to an entry into the guest, which is a
-/// call of KVM_RUN. The guest leaves at once. Processes with and without the filter take turns.
+/// call of KVM_RUN. The guest exits to the host at once. Processes with and without the filter take turns.
 ///
 /// `cargo test --release -p dunlin-cli -- --ignored --nocapture the_cost_of_the_filter`
 #[test]
@@ -707,7 +707,7 @@ fn made(family: AddressFamily, kind: SockType) -> Result<(), Errno> {
 }
 
 fn report(what: &str, outcome: Result<(), Errno>) {
-    // Begin a new line, because libtest has not ended its own.
+    // Begin a new line, because libtest has not ended the line that it has written.
     match outcome {
         Ok(()) => println!("\ntried {what}: done"),
         Err(error) => println!("\ntried {what}: {error:?}"),
