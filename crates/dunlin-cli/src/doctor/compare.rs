@@ -13,7 +13,8 @@ use crate::code::{DONE, FAILED};
 use crate::text::plain;
 use crate::text::{clean, count};
 
-/// Speeds that differ by at most this factor count as equal: runs on one host differ as much.
+/// Speeds that differ by at most this factor count as equal, because repeated measurements on one
+/// host differ by as much.
 const SPEED_FACTOR: f64 = 1.5;
 /// Maximum length of a file. The output of `doctor` is far shorter.
 const MOST_BYTES: u64 = 1 << 20;
@@ -148,7 +149,7 @@ fn means(check: &str) -> Option<&'static str> {
             "lanes work with kernel TLS on one host only; the hand-off works on that host only"
         }
         "tls.rekey" | "tls.driver" => {
-            "one host may seal records in the process that the other leaves to the kernel"
+            "with auto, one host probably seals records in the process, and the other in the kernel"
         }
         "cipher.aws-lc-rs" | "cipher.ring" | "cipher.kernel" => {
             "the slower host limits the rate of a lane; more lanes help if it has free cores"
@@ -172,8 +173,8 @@ fn means(check: &str) -> Option<&'static str> {
         "memory.transparent" | "memory.shmem" => {
             "a VM may be faster, and its migration cheaper, on one host"
         }
-        "memory.reserved" => "a VM with reserved huge pages may not start on the host with fewer",
-        "tunnel.config" => "the tunnel may run on one host only",
+        "memory.reserved" => "a VM with reserved huge pages can fail to start on one host",
+        "tunnel.config" => "the tunnel probably runs on one host only",
         "redirect.nft" | "redirect.rules" => {
             "migrations in one direction leave in the clear or are refused"
         }

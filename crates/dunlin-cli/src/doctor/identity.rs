@@ -16,7 +16,7 @@ use crate::tunnel::Config;
 /// The configuration of the unit dunlin-tunnel.service.
 const USUAL: &str = "/etc/dunlin/tunnel.toml";
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// Certificates that end within this time are a warning, as in other commands.
+/// Certificates that expire within this time cause a warning, as in other commands.
 const SOON: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// The configuration with its path, and the verdict on it. Without `given`, this is the unit's
@@ -84,7 +84,8 @@ pub(super) fn certificates(given: Option<&Path>, reading: &Reading) -> Verdict {
 
 const CHECK: &str = "identity.certificate";
 
-/// The names in this host's certificate, and the validity of all items of its identity.
+/// The names in this host's certificate, and the validity periods of the certificates and revocation
+/// lists in its identity.
 fn loaded(directory: &Path, reading: &Reading) -> Result<(String, Vec<Dated>)> {
     let load = |role| load_identity(directory, role, reading);
     let (identity, _) = load(Role::Source).or_else(|_| load(Role::Destination))?;

@@ -1,5 +1,5 @@
-//! IPsec: ESP, SAs of one CPU, and segmentation offload. The probes run in a network namespace of
-//! their own, so the host's tables do not change.
+//! IPsec: ESP, per-CPU SAs, and segmentation offload. The probes run in a new network namespace, so
+//! the host's tables do not change.
 
 use std::io::{self, ErrorKind};
 
@@ -10,10 +10,10 @@ use super::verdict::{AS_ROOT, Verdict};
 
 const NO_IPSEC: &str = "dunlin ipsec and lanes over IPsec do not work";
 
-/// What the kernel did in the new network namespace.
+/// The results of the probes in the new network namespace.
 struct Probed {
     esp: Result<(), Error>,
-    /// Whether the kernel has SAs of one CPU: it reported the CPU that was requested for an SA.
+    /// Whether the kernel supports per-CPU SAs: it reported the CPU that was requested for an SA.
     per_cpu: Result<bool, Error>,
 }
 
@@ -73,7 +73,7 @@ fn esp(found: &Result<(), Error>) -> Verdict {
 fn per_cpu(probed: &Probed) -> Verdict {
     let check = "ipsec.per-cpu";
     match (&probed.esp, &probed.per_cpu) {
-        (Ok(()), Ok(true)) => Verdict::ok(check, "yes", "the kernel has SAs of one CPU"),
+        (Ok(()), Ok(true)) => Verdict::ok(check, "yes", "the kernel supports per-CPU SAs"),
         (Ok(()), Ok(false)) => Verdict::warn(
             check,
             "no",

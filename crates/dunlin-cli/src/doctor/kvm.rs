@@ -50,7 +50,7 @@ fn usable(found: &io::Result<KvmSupport>, is_xen: bool) -> Verdict {
             ),
             ErrorKind::PermissionDenied => Verdict::unknown(
                 check,
-                "this user may not open /dev/kvm",
+                "this user has no permission to open /dev/kvm",
                 "run as root, or as a user in the group kvm",
             ),
             _ => Verdict::fail(

@@ -6,7 +6,8 @@
 //!                                                             JSON of two hosts ─▶ compare
 //! ```
 //!
-//! In each file, functions that read the host are separate from functions that judge what was read.
+//! In each file, the functions that read the host are separate from the functions that compute the
+//! verdicts.
 
 mod compare;
 mod identity;

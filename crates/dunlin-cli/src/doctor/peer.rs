@@ -1,4 +1,4 @@
-//! What the tunnels of peers report, and the path to them.
+//! What the tunnels of peers report, and the path to each peer.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, SystemTime};
@@ -17,11 +17,11 @@ use crate::tunnel::{Config, PEER_PORT, Report, prober, unix};
 
 /// Bytes with which the path is measured.
 const MEASURED_BYTES: u64 = 64 << 20;
-/// From this difference between the clocks on, the times in the logs of two hosts cannot be
+/// If the clocks of two hosts differ by this time or more, the times in their logs cannot be
 /// compared.
 const SOME: Duration = Duration::from_secs(2);
-/// From this difference between the clocks on, a new certificate of one host may be not yet valid
-/// on the other, because certificates of `dunlin pki` begin an hour before they are issued.
+/// A certificate of `dunlin pki` is valid from this long before it is issued. If the clocks of two
+/// hosts differ by more, a new certificate of one host can be not yet valid on the other.
 const MUCH: Duration = Duration::from_secs(60 * 60);
 const DAY_S: u64 = 24 * 60 * 60;
 
@@ -62,7 +62,8 @@ pub(super) fn examine(
     Ok((all, measured))
 }
 
-/// The MTU towards the address of a peer; `None` if it cannot be looked up. Sends nothing.
+/// The MTU towards the address of a peer; `None` if it cannot be looked up. Sends nothing to the
+/// peer.
 fn mtu(to: &str) -> Option<Verdict> {
     let address = to.to_socket_addrs().ok()?.next()?;
     let own: IpAddr = match address {
@@ -97,8 +98,9 @@ fn ask(tunnel: &Tunnel, entrance: &Entrance, path: Result<Probe, Failure>) -> An
     Answers { path, report, now }
 }
 
-/// The route to a peer: that of the configuration, or one to the default port, where the peer's
-/// name must be the host in `peer`.
+/// The route to a peer, from the configuration. If the configuration has none, returns a route to the
+/// port in `peer` or to the default port, where the peer's certificate must contain the host in
+/// `peer`.
 fn entrance(config: &Config, peer: &str) -> Result<Entrance> {
     let named = |one: &&Entrance| {
         let host = one.to.rsplit_once(':').map_or(&*one.to, |(host, _)| host);

@@ -133,7 +133,7 @@ fn cipher(suite: CipherSuite, probed: &Probed) -> Verdict {
 fn rekey(probed: &Probed) -> Verdict {
     let check = "tls.rekey";
     let no = |fix| {
-        let means = "relays seal records in the process, because their peers may replace keys";
+        let means = "relays seal records in the process, because their peers can replace keys";
         Verdict::warn(check, "no", means, fix)
     };
     match probed {

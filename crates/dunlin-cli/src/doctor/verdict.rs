@@ -13,7 +13,7 @@ pub(crate) struct Verdict {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) peer: Option<String>,
     pub(crate) state: State,
-    /// What was found. It changes only if the host changes, except for speeds and times.
+    /// What was found. Except for speeds and times, it changes only if the host changes.
     pub(crate) value: String,
     /// What this means for migrations.
     pub(crate) means: String,
