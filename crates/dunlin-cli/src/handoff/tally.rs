@@ -1,4 +1,5 @@
-//! The status of `dunlin handoff accept`: what became of its clients, and when its identity expires.
+//! The status of `dunlin handoff accept`: how many clients it handed over, forwarded and refused, and
+//! when its certificates expire.
 
 use std::sync::Mutex;
 
@@ -32,7 +33,8 @@ impl Tally {
         *count += 1;
     }
 
-    /// Replaces the dates on which the items of the identity expire, after the identity was loaded.
+    /// Replaces the dates on which the certificates and revocation lists of the identity expire, after
+    /// the identity was loaded.
     pub(super) fn loaded(&self, dates: &[Dated]) {
         lock(&self.0).certificates = expiry(dates);
     }

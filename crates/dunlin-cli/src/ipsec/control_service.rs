@@ -93,7 +93,7 @@ pub(crate) struct Answer {
     pub(crate) name: String,
     pub(super) pid: u32,
     pub(crate) sessions: Vec<SessionLine>,
-    /// When the items of the identity of `serve` expire.
+    /// When the certificates and revocation lists of `serve` expire.
     #[serde(default)]
     pub(crate) certificates: Vec<CertificateLine>,
     /// Record files of ended sessions that left their ports blocked.

@@ -128,7 +128,7 @@ impl Plan {
     }
 
     /// The senders of one host that need SAs: the fallback and, depending on the mode, each CPU
-    /// that carries a lane or each connection. `peers` is whether the host is the peer.
+    /// that carries a lane or each connection. `peers` is true if the host is the peer.
     fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
         let lanes = usize::from(self.lanes);
         let mut senders = vec![Sender::Fallback];

@@ -461,9 +461,9 @@ impl Held {
         Ok(held)
     }
 
-    /// Serves the status socket of this process until the result is dropped. If `identity` is
-    /// given, as by a process that accepts peers, the status contains the dates on which its items
-    /// expire.
+    /// Serves the status socket of this process until the result is dropped. A process that accepts
+    /// peers gives its `identity`. The status then contains the dates on which the certificates and
+    /// revocation lists of the identity expire.
     fn publish(
         self: &Arc<Self>,
         control: &ControlPath,
