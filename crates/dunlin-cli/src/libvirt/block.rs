@@ -6,7 +6,7 @@ const BEGIN: &str = "# Written by `dunlin libvirt enable`; `dunlin libvirt disab
 const END: &str = "# End of what `dunlin libvirt enable` wrote.";
 /// The first line of a configuration that `enable` created.
 const CREATED: &str = "# Created by `dunlin libvirt enable`.";
-/// The keys of such a configuration, outside the block.
+/// The keys of a configuration that `enable` created, outside the block.
 const OURS: [&str; 2] = ["listen", "identity"];
 
 /// A new configuration without routes.
@@ -14,10 +14,10 @@ pub(super) fn created(identity: &str, listen: &str) -> String {
     format!("{CREATED}\nlisten = {listen:?}\nidentity = {identity:?}\n")
 }
 
-/// Puts `block` into a configuration, in place of an earlier one.
+/// Puts `block` into a configuration, in place of an earlier block.
 ///
 /// # Errors
-/// The marks are damaged.
+/// The configuration has the first mark but not the last.
 pub(super) fn insert(text: &str, block: &str) -> Result<String> {
     let mut rest = remove(text)?;
     if !rest.is_empty() && !rest.ends_with('\n') {
@@ -29,7 +29,7 @@ pub(super) fn insert(text: &str, block: &str) -> Result<String> {
 /// The configuration without the block.
 ///
 /// # Errors
-/// The marks are damaged.
+/// The configuration has the first mark but not the last.
 pub(super) fn remove(text: &str) -> Result<String> {
     let Some(begin) = text.find(BEGIN) else {
         return Ok(text.to_owned());

@@ -40,7 +40,7 @@ impl Disable {
         if sockets::is_in(&text) {
             return sockets::disable(config, &text, &self.report);
         }
-        // A file with a mistake is not changed: it may have other redirects.
+        // Do not change a file that cannot be parsed, because it may have other redirects.
         let parsed = Config::parse(config, &text)?;
         let has_others = parsed.redirects.iter().any(|one| one.name != NAME);
         let rest = block::remove(&text)?;
@@ -74,7 +74,8 @@ impl Disable {
             self.report.step("rules", what);
         }
         if has_systemd() && !has_others {
-            // The rules' units first; the tunnel only if nothing else uses it.
+            // Disable the units of the rules, and the tunnel only if its configuration has nothing
+            // else.
             let [rules, watch, tunnel] = UNITS;
             let mut words = vec!["disable", "--now", rules, watch];
             if is_empty {

@@ -82,7 +82,7 @@ pub(crate) struct Enable {
     report: Report,
 }
 
-/// What is to be done.
+/// What `enable` sets up.
 struct Plan {
     identity: PathBuf,
     names: String,
@@ -140,7 +140,7 @@ impl Enable {
         })
     }
 
-    /// Makes the changes.
+    /// Carries out the plan. Returns the result of testing the path to the peers.
     fn change(&self, plan: &Plan, before: &mut Before) -> Result<Tried> {
         let config = &self.config.config;
         self.write(before.config(), plan)?;
@@ -226,7 +226,7 @@ impl Enable {
         })
     }
 
-    /// The peers that an earlier `enable` wrote, and the hosts without Dunlin.
+    /// The peers and the hosts without Dunlin that an earlier `enable` wrote.
     fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<Plain>)> {
         let config = &self.config.config;
         let Some(text) = read(config)?.filter(|text| block::is_in(text)) else {
@@ -254,7 +254,7 @@ impl Enable {
         Ok((peers, plain))
     }
 
-    /// Reserves the ports now and after a boot, and records what was reserved before.
+    /// Reserves the ports now and after each boot, and records what was reserved before.
     fn reserve(&self, plan: &Plan) -> Result<()> {
         let file = Record::path(&self.state)?;
         let live = reserved::live()?;
@@ -335,7 +335,7 @@ fn note(conf: &QemuConf, identity: &Path, report: &Report) {
         .filter(|_| has_systemd())
     {
         let what = format!(
-            "dunlin-tunnel.service may not read {}: run `chgrp -R dunlin {}` and `chmod -R g+rX {}`, \
+            "dunlin-tunnel.service cannot read {}: run `chgrp -R dunlin {}` and `chmod -R g+rX {}`, \
              or add the group of the key to the service (docs/tunnel/operation.md)",
             key.display(),
             identity.display(),
@@ -352,14 +352,14 @@ fn note(conf: &QemuConf, identity: &Path, report: &Report) {
     }
 }
 
-/// The result of the test of the peers.
+/// The result of testing the path to the peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tried {
     /// Bytes went to all peers and back.
     Works,
     /// A peer does not answer, and the test of each peer that answers succeeds.
     Silent,
-    /// A peer answers and refuses, or has another identity than expected.
+    /// A peer answers, but it refuses or has an unexpected identity.
     Fails,
 }
 

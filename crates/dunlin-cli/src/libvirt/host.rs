@@ -55,7 +55,7 @@ pub(super) fn peer(text: &str) -> Result<NamedPeer> {
     })
 }
 
-/// The directory with this host's certificates, and what is in it.
+/// The directory with this host's certificates, and a summary of the identity in it.
 pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
     let candidates: Vec<PathBuf> = match given {
         Some(path) => vec![path.to_owned()],
@@ -84,7 +84,8 @@ pub(super) fn group() -> Option<u32> {
     })
 }
 
-/// The private keys in an identity's directory that the group of the units may not read.
+/// The private keys in an identity's directory that the group of the units has no permission to
+/// read.
 pub(super) fn unreadable_keys(identity: &Path) -> Vec<PathBuf> {
     let group = group();
     let is_readable = |path: &Path| {

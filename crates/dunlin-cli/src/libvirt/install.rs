@@ -18,10 +18,11 @@ pub(super) const PLACE: &str = "/etc/dunlin";
 const DIRECTORY_MODE: u32 = 0o750;
 const FILE_MODE: u32 = 0o640;
 
-/// Copies the identity in `from` to [`PLACE`]. Files that are there already must be the same.
+/// Copies the identity in `from` to [`PLACE`]. Files that already exist there must have the same
+/// content.
 ///
 /// # Errors
-/// `from` has no identity, or another identity is in place.
+/// `from` has no valid identity, another identity is in place, or a file cannot be read or written.
 pub(super) fn install(from: &Path, report: &Report) -> Result<()> {
     load_identity(from, Role::Source, &Reading::default())?;
     let place = Path::new(PLACE);
@@ -96,7 +97,7 @@ pub(super) fn let_services_read(identity: &Path) -> Result<()> {
         if has(of_others) || (found.gid() == group && has(of_group)) {
             continue;
         }
-        // Set the group first: with the new mode, the former group could read the key.
+        // Set the group before the mode. Otherwise the previous group could read the key for a moment.
         chown(path, None, Some(group))
             .and_then(|()| {
                 let mode = (found.mode() & 0o7777) | of_group;

@@ -46,7 +46,8 @@ struct Listeners<'a> {
 
 impl Migrate {
     pub(crate) fn run(&self) -> Result<i32> {
-        // virsh cancels the migration after an interrupt. This process then closes the sockets.
+        // Block the signals. After an interrupt, virsh cancels the migration, and this process, which
+        // has survived the interrupt, then closes the sockets.
         let _ends = EndSignals::block()?;
         let has = |start: &str| self.flags.iter().any(|flag| flag.starts_with(start));
         let has_disks = has("--copy-storage");
@@ -118,7 +119,7 @@ impl Migrate {
         })
     }
 
-    /// The VM's UUID: a name may contain characters that a parameter may not.
+    /// The VM's UUID, because a VM's name can contain characters that a parameter must not contain.
     fn uuid(&self) -> Result<String> {
         let mut virsh = Command::new("virsh");
         virsh.args(["domuuid", &self.vm]).stderr(Stdio::inherit());

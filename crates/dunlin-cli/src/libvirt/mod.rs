@@ -41,7 +41,7 @@ pub(crate) enum Command {
     Migrate(migrate::Migrate),
     /// Undo `enable`: migrations are in the clear again.
     Disable(disable::Disable),
-    /// Show the rules, the tunnel and the peers of `enable`.
+    /// Show the rules, the tunnel and the peers that `enable` has set up.
     Status(status::Status),
 }
 

@@ -39,7 +39,7 @@ impl QemuConf {
     /// The address at which QEMU listens; `None` for all addresses.
     ///
     /// # Errors
-    /// `migration_address` is a host name.
+    /// `migration_address` is not an IP address.
     pub(crate) fn listens_at(&self) -> Result<Option<IpAddr>> {
         let address = self.address.as_deref().map(|text| {
             text.parse::<IpAddr>().map_err(|_| {
@@ -80,7 +80,7 @@ impl QemuConf {
 }
 
 /// The settings `key = value` and `key = "value"`. If several lines have the same key, the last one
-/// counts. Lines in other forms, such as lists, set none of the keys that this module reads.
+/// applies. Lines in other forms, such as lists, set none of the keys that this module reads.
 fn settings(text: &str) -> BTreeMap<&str, String> {
     let mut settings = BTreeMap::new();
     for line in text.lines() {

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::StatePath;
 
-/// Written by `enable`.
+/// The record that `enable` writes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
-    /// The ranges of ports that were reserved, `A-B`.
+    /// The ranges of ports that `enable` has reserved, as `A-B`.
     pub(super) ports: Vec<String>,
     /// `net.ipv4.ip_local_reserved_ports` before the first `enable`.
     pub(super) reserved_before: String,

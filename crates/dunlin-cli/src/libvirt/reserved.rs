@@ -23,7 +23,7 @@ pub(super) fn covers(setting: &str, ports: PortRange) -> bool {
     with(setting, ports) == text(ranges(setting))
 }
 
-/// The setting without those of `ports` that `before` did not contain.
+/// Removes `ports` from the setting, except the ports that `before` contained.
 pub(super) fn without(setting: &str, ports: PortRange, before: &str) -> String {
     let before = ranges(before);
     let was_there = |port: u16| {
@@ -46,7 +46,7 @@ pub(super) fn live() -> Result<String> {
 
 /// Replaces the setting of the running kernel.
 pub(super) fn set_live(setting: &str) -> Result<()> {
-    // The kernel takes an empty line as no ports.
+    // The kernel reads an empty line as an empty list.
     fs::write(Path::new(LIVE), format!("{setting}\n"))
         .with_context(|| format!("cannot write {LIVE}"))
 }
@@ -112,7 +112,7 @@ mod tests {
             let added = with(before, libvirt());
             assert_eq!(without(&added, libvirt(), before), text(ranges(before)));
         }
-        // What another program has added in the meantime stays.
+        // Ports that another program has added in the meantime stay.
         assert_eq!(without("22,49152-49215", libvirt(), ""), "22");
     }
 }

@@ -1,5 +1,6 @@
 //! `dunlin libvirt enable --sockets`: migrations over unix sockets, one for each VM, for kernels
-//! without nftables. `dunlin libvirt migrate` (`migrate`) uses what this sets up.
+//! without nftables. `dunlin libvirt migrate` (`migrate`) uses the routes and the directory that this
+//! command sets up.
 //!
 //! ```text
 //! [route."libvirt-b.example"]  to = "b.example:18300"          on the other hosts, and on B:
@@ -25,7 +26,8 @@ use crate::code::DONE;
 use crate::file::replace;
 use crate::tunnel::{Config, PEER_PORT};
 
-/// Where QEMU of an arriving VM, and the tunnel for a leaving VM, make their sockets.
+/// The directory in which QEMU creates the sockets of arriving VMs, and the tunnel those of leaving
+/// VMs.
 pub(super) const DIRECTORY: &str = "/run/dunlin/vm";
 /// How a route's name begins; the rest is the name of the destination.
 pub(super) const ROUTE: &str = "libvirt-";
@@ -128,7 +130,7 @@ fn own_names(summary: &Summary) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The routes for VMs that arrive here, and for those that leave to a peer.
+/// The routes for VMs that arrive here, and for VMs that leave to a peer.
 fn routes(own: &[String], peers: &[NamedPeer]) -> String {
     let allow: Vec<_> = peers
         .iter()
@@ -175,8 +177,8 @@ pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)
     })
 }
 
-/// Makes the directory now and at each boot. QEMU's user owns it. The sockets in it get the
-/// directory's group, so that the tunnel reaches QEMU's sockets.
+/// Creates the directory now, and lets systemd-tmpfiles create it at each boot. QEMU's user owns it.
+/// The sockets in it get the directory's group, so that the tunnel reaches QEMU's sockets.
 fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     let text = format!(
         "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"

@@ -70,7 +70,7 @@ pub(crate) fn leads_to_a_tunnel(config: &Path) -> bool {
     if !block::is_in(&text) || sockets::is_in(&text) {
         return false;
     }
-    // The exit code of `status` is also about sessions and journals, which do not matter here.
+    // The exit code of `status` also depends on sessions and journals, which do not matter here.
     let runs = dunlin(&["status"], None, None).is_ok_and(|status| {
         let status = String::from_utf8_lossy(&status.stdout).into_owned();
         status.lines().any(|line| line.starts_with("tunnel "))

@@ -1,4 +1,4 @@
-//! What `enable` found, to restore it after a failure.
+//! The state of the host before `enable`, which is restored after a failure.
 
 use std::path::{Path, PathBuf};
 
@@ -49,18 +49,18 @@ impl<'a> Before<'a> {
         self.config.as_deref()
     }
 
-    /// To be called before `enable` changes the rules, so that `restore` undoes the change.
+    /// Call this before `enable` changes the rules, so that `restore` undoes the change.
     pub(super) fn rules_follow(&mut self) {
         self.rules = true;
     }
 
-    /// To be called before `enable` changes the units, so that `restore` undoes the change.
+    /// Call this before `enable` changes the units, so that `restore` undoes the change.
     pub(super) fn units_follow(&mut self) {
         self.units = true;
     }
 
-    /// Restores all that has changed, as far as possible. Returns the reason of the failure,
-    /// extended by what was restored.
+    /// Restores all that has changed, as far as possible. Returns the reason for the failure, with a
+    /// text that states what was restored.
     pub(super) fn restore(&self, reason: Error) -> Error {
         let parts: [(&str, Result<()>); 4] = [
             ("units", self.stop_units()),
@@ -110,8 +110,8 @@ impl<'a> Before<'a> {
         };
         let done = match redirects.is_empty() {
             true => dunlin(&["redirect", "remove"], None, Some(self.state))?,
-            // With --force, because these rules were in force before `enable`, so no connection is
-            // less protected than before it.
+            // Use --force: the restored rules were in force before `enable`, so they protect no
+            // connection less than before.
             false => {
                 let words = ["redirect", "apply", "--force"];
                 dunlin(&words, Some(self.path), Some(self.state))?
