@@ -91,7 +91,9 @@ impl ControlPath {
     /// A source may have sent the name, so the name must not lead out of the directory (I7).
     pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
-            bail!("invalid VM name {name:?}: it must be non-empty, without slash or leading dot");
+            bail!(
+                "invalid VM name {name:?}: it must be non-empty, without slash, NUL or leading dot"
+            );
         }
         Ok(self.socket_in("", name))
     }
