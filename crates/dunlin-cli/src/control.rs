@@ -118,7 +118,7 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             }
         };
         short = false;
-        // Check the user too, because the mode of the socket does not exclude a process with
+        // Check the peer's user, because the mode of the socket does not exclude a process with
         // CAP_DAC_OVERRIDE.
         let user = peer_user(&connection);
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
@@ -189,8 +189,8 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 static PENDING: Mutex<usize> = Mutex::new(0);
 static ANSWERED: Condvar = Condvar::new();
 
-/// Waits until every request is answered, but at most [`DRAIN_LIMIT`], because a client may be
-/// stopped.
+/// Waits until every request is answered, but at most [`DRAIN_LIMIT`], because a client that is
+/// stopped does not read its answer.
 pub(crate) fn drain() {
     let pending = lock(&PENDING);
     let _ = ANSWERED.wait_timeout_while(pending, DRAIN_LIMIT, |pending| *pending > 0);
@@ -225,7 +225,7 @@ fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
 }
 
 /// Suffix of the error for an unexpected answer.
-const UNEXPECTED: &str = "sent an unexpected answer: it may run another release";
+const UNEXPECTED: &str = "sent an unexpected answer: it probably runs another release";
 
 /// A request, and the lines of its answer.
 pub(crate) struct Client {

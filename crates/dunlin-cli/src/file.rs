@@ -1,4 +1,4 @@
-//! Files that other processes read while this one replaces them.
+//! Replaces files that other processes may be reading.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};

@@ -181,8 +181,8 @@ pub(crate) fn load_identity(
     Ok((identity, warnings.map(ToString::to_string).collect()))
 }
 
-/// Whether a key is readable by the services' group alone, as `dunlin libvirt enable` and the
-/// documentation install it.
+/// Whether a key is readable by its owner and the services' group alone. `dunlin libvirt enable` and
+/// the commands in the documentation install keys with these permissions.
 fn is_for_services(warning: &Warning) -> bool {
     const WRITE_OR_EXECUTE: u32 = 0o030;
     let Warning::KeyOpenToGroup { path, mode } = warning else {
@@ -194,7 +194,8 @@ fn is_for_services(warning: &Warning) -> bool {
     mode & WRITE_OR_EXECUTE == 0 && fs::metadata(path).is_ok_and(|key| key.gid() == services)
 }
 
-/// TLS settings for a client of `to`, with the warnings from loading the identity.
+/// TLS settings for connections to the peer at `to` (HOST:PORT), with the warnings from loading the
+/// identity.
 pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Source, &common.reading)?;
     let peers = if common.peers.is_empty() {
@@ -241,7 +242,7 @@ impl Accepting {
         Ok((until, warnings))
     }
 
-    /// When the items of the identity expire.
+    /// When the certificates and revocation lists of the identity expire.
     pub(crate) fn expiry(&self) -> Vec<CertificateLine> {
         expiry(lock(&self.loaded).0.dates())
     }

@@ -13,7 +13,7 @@ use crate::code::DONE;
 use crate::pki;
 use crate::tunnel::PEER_PORT;
 
-/// The directory of the authority, next to those of the hosts.
+/// The directory of the authority, next to the directories of the hosts.
 const AUTHORITY: &str = "ca";
 /// Where a host's files belong.
 const PLACE: &str = "/etc/dunlin";
@@ -208,8 +208,8 @@ impl Init {
     }
 }
 
-/// The names of hosts in the names of routes: the first labels of the hosts, if these all differ,
-/// and otherwise the whole names.
+/// For each host, the text for it in the names of routes: the first label of its DNS name if all
+/// hosts then differ, and otherwise its whole name. An IP address is always used whole.
 fn labels(hosts: &[String]) -> Result<Vec<String>> {
     let plain = |text: &str| text.replace(['.', ':'], "-");
     let first = |host: &String| match host.parse::<IpAddr>() {

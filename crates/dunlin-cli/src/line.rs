@@ -148,7 +148,7 @@ pub(crate) enum Line {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         digests: Vec<u64>,
     },
-    /// The destination rejected a connection or VM, or an attempt failed there.
+    /// The destination rejected a connection or a VM, or a migration to it failed.
     Rejected {
         text: String,
     },
@@ -215,7 +215,7 @@ pub(crate) struct MovedLine {
     pub(crate) downtime: DowntimeLine,
     pub(crate) digests_equal: Option<bool>,
     pub(crate) runs: bool,
-    /// A digest for each 2 MiB of the source's memory, if the request asked for them.
+    /// A digest for each 2 MiB of the source's memory, if the request asked for digests.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) digests: Vec<u64>,
 }
@@ -320,7 +320,7 @@ pub(crate) struct StatusLine {
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
     pub(crate) migration: Option<MigrationLine>,
-    /// When the items of the identity that the process holds expire.
+    /// When the certificates and revocation lists of the process's identity expire.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) certificates: Vec<CertificateLine>,
 }

@@ -226,7 +226,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         let Some(span) = context.span(id) else { return };
-        // A separate statement, so that the lock on the extensions is released before `add` runs.
+        // This is a separate statement, so that the lock on the extensions is released before `add`
+        // runs.
         let entered = span.extensions_mut().remove::<Instant>();
         if let Some(entered) = entered {
             timeline::add(span.name(), entered, || lane_and_fields(&span));
@@ -271,8 +272,8 @@ fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<St
     (lane.unwrap_or(0), fields.unwrap_or_default())
 }
 
-/// The time in UTC (RFC 3339). The local time is not used, because the time zone is in a file,
-/// which a confined process may not read.
+/// The time in UTC (RFC 3339). The local time is not used, because the time zone is in a file that
+/// some confined processes cannot read.
 fn now() -> String {
     let now = OffsetDateTime::now_utc();
     let (year, month, day) = now.to_calendar_date();

@@ -1,6 +1,6 @@
 //! Writes the manual's pages and the completions of shells from the definition of the command line.
-//! `cargo xtask package` runs the test `written` with DUNLIN_PAGES, so that neither the writers nor
-//! their crates are a part of the command.
+//! `cargo xtask package` runs the test `written` with the directory in DUNLIN_PAGES. Because this
+//! module is a test, neither its code nor the crates that it uses are a part of the command.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;

@@ -17,9 +17,10 @@ use crate::pki;
 use crate::text::clean_lines;
 use crate::vm::{Ended, follow};
 
-/// A process that owns a VM or waits for one. Dropping it kills the process; if the parent dies
-/// first, the child ends on its own and removes the scratch directory. Reads of the child's output
-/// have no timeout, because the processes have their own deadlines.
+/// A child process that owns a VM or waits for one. Dropping this value kills the child. If the
+/// parent dies first, the child's standard input closes; the child then removes the scratch
+/// directory and ends. Reads of the child's output have no timeout, because the processes have their
+/// own deadlines.
 pub(crate) struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
@@ -74,7 +75,7 @@ impl Process {
     }
 
     /// Starts `vm run` with a guest of this name, and waits until the guest runs. If `more` asks for
-    /// several, waits for the first.
+    /// several guests, waits only for the first.
     pub(crate) fn running(
         scratch: &Scratch,
         control: &Path,
@@ -116,7 +117,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // The child may have ended on its own.
+        // Ignore an error, because the child may already have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,6 +1,6 @@
 //! Progress on a terminal: one line of standard error that says what a command waits for.
 //!
-//! Migrations show more than that ([`crate::display`]), and benches count their steps.
+//! Migrations show their progress by [`crate::display`], and benches by [`dunlin_bench::Progress`].
 
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::text::clean;
 
-/// Time until the line appears, and between its updates. Most steps end sooner, so that no line
-/// flickers.
+/// Time until the line appears, and between its updates. Most waits end sooner and show no line, so
+/// the terminal does not flicker.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Whether the line is on the terminal now.

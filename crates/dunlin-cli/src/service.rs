@@ -132,8 +132,8 @@ pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Res
     named.spawn(work).map(drop)
 }
 
-/// Does work on a thread that ends with it, so that nothing is left of its stack and of the free memory that
-/// the heap keeps for each thread.
+/// Runs `work` on a new thread and waits for it. The end of the thread frees its stack, and the free
+/// memory that malloc caches for it.
 pub(crate) fn on_own_thread<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("dunlin-session".into());

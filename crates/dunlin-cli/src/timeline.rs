@@ -1,7 +1,7 @@
 //! The timeline of a migration: its spans in Chrome's trace format, for Perfetto or about:tracing.
 //!
 //! The VM's process records the timeline, and sends it with the result to the client, which writes
-//! the file. The process itself may lack the permission to do so. Thread 0 has the session with its
+//! the file. The process itself may lack the permission to write it. Thread 0 has the session with its
 //! iterations and steps, and each lane is a thread with the lane's number.
 
 use std::sync::Mutex;
@@ -16,8 +16,9 @@ use serde_json::{Map, Value, json};
 /// cover at least 50 s of iterations. 10,000 events take about 2 MiB.
 const MAX_EVENTS: usize = 10_000;
 
-/// The start and the events of the timeline that is being recorded. There is only one, because a
-/// process has one migration at a time.
+/// The start and the events of the timeline that is being recorded. A process has only one, which
+/// records the spans of all threads. If the process has several VMs, the timeline can thus contain
+/// the spans of several migrations.
 static RECORDING: Mutex<Option<(Instant, Vec<Value>)>> = Mutex::new(None);
 
 /// Records the spans that this process enters from now on; call [`crate::log::install`] first.

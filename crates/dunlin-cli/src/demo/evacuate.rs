@@ -238,7 +238,7 @@ impl Demo {
     }
 }
 
-/// Whether a line of progress is due; `last` is the time of the last one that was due.
+/// Whether a line of progress is due. `last` is the time of the last line that was due.
 fn is_due(last: &Mutex<Option<Instant>>) -> bool {
     let mut last = lock(last);
     let due = last.is_none_or(|last| last.elapsed() >= PROGRESS_PAUSE);
