@@ -5,11 +5,11 @@
 //!
 //! - The special registers precede the MSRs, because both contain EFER and the APIC base.
 //! - XCR0 precedes the XSAVE area.
-//! - The local APIC precedes the MSRs, because the APIC's registers select the mode in which the
-//!   TSC deadline is armed.
-//! - The TSC precedes the MSRs, because KVM computes the deadline from the current TSC
-//!   (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c). It has its own section, because it continues
-//!   during the migration.
+//! - The local APIC precedes the MSRs, because KVM ignores a TSC deadline unless the APIC's timer is
+//!   in the TSC-deadline mode.
+//! - The TSC precedes the MSRs, because KVM computes the time until the TSC deadline from the current
+//!   TSC (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c). The TSC has its own section, because it
+//!   continues during the migration.
 //! - The events and the run state are last.
 //!
 //! Unsupported sections are skipped unless they are required. The length of a section is checked
@@ -45,7 +45,7 @@ pub enum SaveError {
     #[error("the machine is {0:?}, not paused")]
     NotPaused(VmState),
     /// KVM could not return a part of the state.
-    #[error("cannot read section `{section}` of instance {instance} from KVM")]
+    #[error("cannot read section `{section}` (instance {instance}) from KVM")]
     Kvm {
         /// The section's name.
         section: &'static str,
@@ -105,7 +105,7 @@ pub(crate) struct Own {
     pub(crate) power_off_at: u64,
 }
 
-/// The parts of a machine that have state to migrate. The machine must be paused or never started.
+/// The parts of a machine that have state to migrate. The machine must be paused or new.
 pub(crate) struct Parts<'a> {
     pub(crate) vcpus: &'a [&'a Vcpu],
     /// The MSRs that this host's KVM supports.

@@ -126,7 +126,9 @@ fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pac
                 )));
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => attached.take(),
-            Err(error) => shared.end(VmState::Failed(format!("vCPU {index}: {error}"))),
+            Err(error) => shared.end(VmState::Failed(format!(
+                "KVM cannot run vCPU {index}: {error}"
+            ))),
         }
     }
 }

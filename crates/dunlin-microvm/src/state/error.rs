@@ -18,7 +18,7 @@ pub enum LoadError {
     #[error("only a machine that has never run can load a state")]
     Control(#[from] ControlError),
     /// A required section is missing, so the source is at fault.
-    #[error("section `{section}` of instance {instance} is missing")]
+    #[error("section `{section}` (instance {instance}) is missing")]
     Missing {
         /// The section's name.
         section: &'static str,
@@ -26,9 +26,7 @@ pub enum LoadError {
         instance: u32,
     },
     /// A required section, or this instance of it, is unknown to this VMM.
-    #[error(
-        "required section `{section}` of instance {instance} is not supported: use a newer VMM"
-    )]
+    #[error("required section `{section}` (instance {instance}) is not supported: use a newer VMM")]
     Unknown {
         /// The section's name.
         section: String,
@@ -36,7 +34,7 @@ pub enum LoadError {
         instance: u32,
     },
     /// Two sections have the same name and instance, so the source is at fault.
-    #[error("section `{section}` of instance {instance} appears twice")]
+    #[error("section `{section}` (instance {instance}) appears twice")]
     Twice {
         /// The section's name.
         section: String,
@@ -55,7 +53,7 @@ pub enum LoadError {
         version: u32,
     },
     /// The content of a section is invalid, so the source is at fault.
-    #[error("cannot decode section `{section}` of instance {instance}")]
+    #[error("cannot decode section `{section}` (instance {instance})")]
     Decode {
         /// The section's name.
         section: &'static str,
@@ -66,7 +64,7 @@ pub enum LoadError {
         source: DecodeError,
     },
     /// A section could not be set in KVM.
-    #[error("KVM rejected section `{section}` of instance {instance}")]
+    #[error("KVM rejected section `{section}` (instance {instance})")]
     Kvm {
         /// The section's name.
         section: &'static str,
@@ -83,7 +81,7 @@ pub enum LoadError {
         instance: u32,
         /// The MSR's index.
         index: u32,
-        /// The MSR's value at the source. The text omits it, because it is the guest's.
+        /// The MSR's value at the source. The error's text omits it, because it is the guest's data.
         value: u64,
     },
     /// KVM on this host cannot offset the guest's TSC, and without an offset the TSC would go
