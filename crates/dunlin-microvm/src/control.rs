@@ -24,7 +24,7 @@ pub enum VmState {
     Stopped(Stop),
     /// The machine failed. The text is the reason, for display.
     Failed(String),
-    /// This copy was given away and must never run again (I1).
+    /// The machine has moved to another host. This copy must never run again (I1).
     Moved,
 }
 
@@ -77,7 +77,7 @@ pub struct Stop {
     pub found: u64,
 }
 
-/// The error, its location and the guest's code as text, for display and logs.
+/// The error, its location and its code (see [`StopCode`]) as text, for display and logs.
 impl fmt::Display for Stop {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -356,7 +356,8 @@ mod tests {
             let far = Instant::now() + 10 * LIMIT;
             let (control, other) = (&control, ended.clone());
             let thread = scope.spawn(move || other.send(control.wait_until_ended(far)));
-            // Nothing shows that the thread waits. If it does not wait yet, this test cannot fail.
+            // The test cannot see whether the thread waits yet. If it does not, the test passes, but
+            // has not tested the wake-up.
             std::thread::sleep(Duration::from_millis(50));
             assert!(!thread.is_finished());
             let failed = control.load(|| Err::<(), _>(ControlError::Started));

@@ -24,8 +24,8 @@ struct Word {
     function: u32,
     index: u32,
     register: usize,
-    /// Bits that are not compared, because they depend on the guest's own settings or may differ
-    /// between hosts.
+    /// Bits that are not compared, because they show what the guest has enabled, and not what the
+    /// host offers: OSXSAVE and OSPKE.
     ignored: u32,
 }
 

@@ -120,8 +120,8 @@ impl Host {
     }
 }
 
-/// Queries what this host's KVM can provide, and keeps the result for all VMs of this process. The
-/// query takes about ten milliseconds, for which the first VM that arrives need not wait then.
+/// Queries what this host's KVM can provide, and keeps the result for all VMs of this process. If the
+/// process calls this function early, the first VM that arrives does not wait for the query.
 ///
 /// Ignores errors: the creation of a VM repeats a failed query and reports the error.
 pub fn query_host() {
@@ -130,8 +130,8 @@ pub fn query_host() {
     }
 }
 
-/// Checks whether this host's CPU and KVM can run the machine, without building it. A process guest
-/// does not depend on them.
+/// Checks whether this host's CPU and KVM can run the machine, without building it. For a process
+/// guest, checks only the configuration, because such a guest does not depend on CPU and KVM.
 ///
 /// # Errors
 /// The first reason why this host cannot run the machine.

@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::kvm::{Machine, Vcpu};
 
-/// Where the code is, and where the vCPU starts in real mode.
+/// Address of the code, at which the vCPU starts in real mode.
 const START: u64 = 0x1000;
 /// An endless loop around `out 0x80, al`. This instruction exits to the VMM in each pass.
 const CODE: [u8; 4] = [0xe6, 0x80, 0xeb, 0xfc];

@@ -98,8 +98,8 @@ impl Machine {
     /// significant bit first, in 64-bit words.
     ///
     /// # Errors
-    /// An error from KVM_GET_DIRTY_LOG: ENOENT if logging is off or the region does not
-    /// exist.
+    /// An error from KVM_GET_DIRTY_LOG (ENOENT if logging is off), or `NotFound` if the region does
+    /// not exist.
     pub(crate) fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
         let bytes = self
             .memory

@@ -13,7 +13,8 @@
 //!   where [`check_description`] checks whether the host can run the machine.
 //! - [`HostOptions`] are options that each host sets for itself.
 //! - [`Vm`] is the machine: create, fill, start, pause, throttle, observe.
-//! - [`Vm::dirty_logs`] log writes; [`Vm::save`] and [`Vm::load`] transfer the other state.
+//! - The logs of [`Vm::dirty_logs`] record writes; [`Vm::save`] and [`Vm::load`] transfer all state
+//!   except the memory.
 //!
 //! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial content),
 //! `pace` (rate of page visits), `heart` (beats, gaps, downtime), `control` (running and parked

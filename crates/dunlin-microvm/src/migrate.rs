@@ -224,7 +224,7 @@ impl MachineBuilder {
 
 impl Builder for MachineBuilder {
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // First drop a machine that was built for a failed attempt, because there may not be enough
+        // First drop a machine that was built for a failed migration, because the host can lack the
         // memory for two machines.
         self.built = None;
         let refuse = |fault, error: &dyn std::error::Error| Refusal {
@@ -275,7 +275,7 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
 /// Refuses a machine that is larger than the memory limit of this process's control group plus the
 /// host's swap. Otherwise the kernel could kill this process after the VM has arrived.
 fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
-    // If /proc cannot be read, accept the machine.
+    // If there is no limit, or /proc cannot be read, accept the machine.
     let Ok(Some(limit)) = cgroup::memory_limit() else {
         return Ok(());
     };

@@ -68,7 +68,7 @@ impl Pacer {
         self.granted = None;
     }
 
-    /// Records that the granted visits start now.
+    /// Records that the visits of the current batch start now.
     pub(crate) fn begin(&mut self, now: Instant) {
         if let Some((_, begun)) = &mut self.granted {
             *begun = now;

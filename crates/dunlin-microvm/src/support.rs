@@ -12,7 +12,8 @@ pub struct KvmSupport {
     pub dirty_ring_bytes: u64,
 }
 
-/// Opens `/dev/kvm`, and creates a VM without memory and vCPUs, which ends at once.
+/// Queries what this host's KVM offers. Opens `/dev/kvm` and creates a VM without memory and vCPUs
+/// for the query, and closes both before it returns.
 ///
 /// # Errors
 /// `NotFound` if `/dev/kvm` does not exist, `PermissionDenied` if this process may not open the

@@ -51,7 +51,7 @@ enum Guest {
 /// Counters of a machine. A migration resets only `downtime`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Number of page visits. The guest reads, verifies and writes the page in each of them.
+    /// Number of page visits. In each visit, the guest reads, verifies and writes the page.
     pub pages_checked: u64,
     /// Number of beats of all vCPUs.
     pub beats: u64,
@@ -246,7 +246,7 @@ impl Vm {
         &self.description.config
     }
 
-    /// The guest's memory. The logs of [`Vm::dirty_logs`] also record the writes through it.
+    /// The guest's memory. The logs of [`Vm::dirty_logs`] record the VMM's writes to this object, too.
     pub fn memory(&self) -> &Arc<TrackedMemory> {
         &self.common().memory
     }
@@ -293,15 +293,15 @@ impl Vm {
         self.common().control.run(VmState::Paused)
     }
 
-    /// Gives this copy away, so that it can never run again (I1). It has no effect on a machine
-    /// that has ended.
+    /// Marks this copy of the machine as moved, so that it can never run again (I1). It has no effect
+    /// on a machine that has ended.
     pub fn give_away(&self) {
         self.common()
             .control
             .end(VmState::Moved, || self.kick_all());
     }
 
-    /// Throttles the guest to (100 - `percent`) % of its page visits.
+    /// Throttles the guest to (100 - `percent`) % of its rate of page visits.
     ///
     /// # Errors
     /// `Throttle` if `percent` is above 99.

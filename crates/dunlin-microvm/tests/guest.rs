@@ -1,4 +1,5 @@
-//! Tests that the guest runs, checks its memory, keeps its rate and executes commands.
+//! Tests that the guest runs, checks its memory and keeps its rate, and that commands to it (pause,
+//! resume, throttle, power off) work.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

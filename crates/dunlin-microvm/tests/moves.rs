@@ -248,7 +248,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
     assert_eq!(error.code(), FaultCode::GuestPoweredOff);
     assert_eq!(error.vm, VmIs::Gone);
     assert_eq!(vm.vm().state(), VmState::PoweredOff);
-    // The destination gets the reason and can receive another VM.
+    // The destination gets the reason.
     let error = moved.destination.err().unwrap();
     assert_eq!(error.code(), FaultCode::GuestPoweredOff, "{error}");
     assert!(asked.into_inner() > 0);
@@ -264,7 +264,7 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         vcpus: 2,
         ..Config::default()
     });
-    // A vCPU reads its TSC only when it sends its first beat.
+    // Before its first beat, a vCPU has not read its TSC.
     wait_for(vm.vm(), "a beat of each vCPU", |vm| {
         guest_tscs(vm).iter().all(|tsc| *tsc > 0)
     });

@@ -1,7 +1,8 @@
 //! Migrations that lose or damage a single byte. The guest detects damage in a page that it visits.
-//! If the migration compares both memories, damage before the comparison makes it fail before the
-//! guest runs. The digests that `dunlin demo` compares after the resume show damage in any page,
-//! except in a page that arrives undamaged and is written after the resume.
+//! If the migration compares the memory of source and destination, damage before the comparison
+//! makes the migration fail before the guest runs. The digests that `dunlin demo` compares after the
+//! resume show damage in any page, except in a page that arrives undamaged and is written after the
+//! resume.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

@@ -305,7 +305,7 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
     assert!(matches!(error, LoadError::Unknown { .. }), "{error:?}");
 }
 
-/// The numbers that a guest and a source report are displayed, whatever they are.
+/// Numbers that a guest or a source reports are displayed without a panic, whatever their values.
 #[test]
 fn i7_counters_and_reports_may_have_any_value() {
     let _turn = turn();

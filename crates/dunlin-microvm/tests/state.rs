@@ -80,8 +80,8 @@ fn the_guest_finds_a_lost_avx_register() {
         println!("skipped, the guest has no AVX here");
         return;
     }
-    // In the standard format, the upper halves start at offset 576 (section 13.4.3). The change is
-    // in the upper half of YMM8.
+    // In the standard format, the upper halves of the YMM registers start at offset 576 (Intel SDM
+    // volume 1, section 13.4.3). The change is in the upper half of YMM8.
     let state = run_changed("vcpu.xsave", |bytes| bytes[576 + 8 * 16] ^= 1);
     let VmState::Stopped(stop) = state else {
         panic!("{state:?}");
@@ -171,8 +171,8 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// Returns a section of vCPU 1. In the sections of vCPU 0 every index is 0, so a wrong index would
-/// go unnoticed.
+/// Returns the bytes of a section of vCPU 1. With vCPU 0, a test would not notice code that always
+/// uses the first vCPU.
 fn bytes_of<'a>(sections: &'a mut [Section], name: &str) -> &'a mut Vec<u8> {
     let of = |section: &&mut Section| section.name == name && section.instance == 1;
     &mut sections.iter_mut().find(of).unwrap().bytes
@@ -260,7 +260,7 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
 
 /// Tests the order of the saved sections, which is also the order in which they are loaded. KVM
 /// computes the time until a deadline from the TSC at the moment when the deadline is set, and the
-/// TSC of a new machine is hours behind the source's. Some KVMs do not keep a TSC that is set, so
+/// TSC of a new machine can be hours behind the source's. Some KVMs do not keep a TSC that is set, so
 /// this test does not check the delay itself.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
@@ -290,8 +290,8 @@ const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
     ("IA32_PAT", 0x277, 0x0407_0506_0007_0106, true),
     ("IA32_TSC_AUX", 0xc000_0103, 5, false),
     ("IA32_MISC_ENABLE", 0x1a0, 1, true),
-    // KVM's own MSRs, for a guest that supports them. Their values are addresses of pages that the
-    // guest has reserved.
+    // KVM's own MSRs, for a guest that supports them. Except for the last two, the values are
+    // addresses of memory that the guest has reserved, with flags in the low bits.
     ("KVM_WALL_CLOCK", 0x4b56_4d00, 0x5000, true),
     ("KVM_SYSTEM_TIME", 0x4b56_4d01, 0x5401, true),
     ("KVM_ASYNC_PF_EN", 0x4b56_4d02, 0x5801, true),
@@ -371,9 +371,9 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     }
 }
 
-/// Fields that the test guest leaves as they are after a reset, or that it does not check. Each
-/// gets another value. An entry has the section, the offset and the bytes. The offsets follow from
-/// the structures in the kernel's `asm/kvm.h`.
+/// Fields that the test guest leaves as they are after a reset, or that it does not check. The test
+/// gives each field a different value. An entry has the section, the offset and the bytes. The
+/// offsets follow from the structures in the kernel's `asm/kvm.h`.
 const FIELDS: [(&str, usize, &[u8]); 20] = [
     // R15, and RFLAGS with the direction flag set.
     ("vcpu.registers", 120, &[0x15; 8]),
@@ -439,7 +439,7 @@ fn i3_every_piece_of_state_comes_back_to_its_own_place() {
         if let Some(found) = at_place(name, u32::from(is_of_a_vcpu(name))) {
             assert_eq!(&found[at..at + bytes.len()], bytes, "{name} at {at}");
         }
-        // The state of vCPU 0 has not changed.
+        // The same field of vCPU 0 has not changed.
         if is_of_a_vcpu(name) {
             let own = before
                 .iter()
@@ -515,8 +515,8 @@ fn a_description_reads_back_and_fits_its_own_host() {
     nearly.tsc_khz += nearly.tsc_khz / 10_000;
     check_description(&nearly).unwrap();
 
-    // Set all bits of the CPUID words at the end of the table, so that the guest needs more
-    // features than any host has.
+    // Replace the last ten entries of the table by entries of leaf 7 in which all feature bits are
+    // set, so that the guest needs more features than any host has.
     let mut greedy = bytes.clone();
     let table = greedy.len() - 28 * 10;
     for entry in greedy[table..].chunks_mut(28) {

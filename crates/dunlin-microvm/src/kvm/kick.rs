@@ -1,9 +1,9 @@
 //! Makes a vCPU thread leave KVM_RUN, from another thread and without a lost wake-up.
 //!
-//! The vCPU thread blocks the signal, except while KVM runs the guest (KVM_SET_SIGNAL_MASK, section
-//! 4.30 of the kernel's KVM API). A kick that arrives early therefore stays pending and makes the
-//! next KVM_RUN return EINTR immediately. This module installs no signal handler, so it does not
-//! change the global state of the embedding program.
+//! A kick is a signal to the vCPU thread. The thread blocks this signal, except while KVM runs the
+//! guest (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that arrives early
+//! therefore stays pending and makes the next KVM_RUN return EINTR immediately. This module installs
+//! no signal handler, so it does not change the global state of the embedding program.
 
 use std::io;
 use std::marker::PhantomData;
@@ -26,8 +26,8 @@ pub(crate) struct Kick(Mutex<Target>);
 struct Target {
     /// Id of the attached thread, if there is one.
     thread: Option<libc::pid_t>,
-    /// Whether a signal has been sent but not yet received. At most one signal is queued, so the
-    /// limit on queued signals cannot cause a lost kick.
+    /// Whether a signal has been sent but not yet received. At most one signal to this thread is
+    /// queued, so repeated kicks cannot exhaust the limit on queued signals (RLIMIT_SIGPENDING).
     sent: bool,
 }
 
@@ -118,7 +118,7 @@ fn set_of(signal: libc::c_int) -> libc::sigset_t {
     set
 }
 
-/// Blocks the signal in this thread and returns the previous mask.
+/// Blocks the kick's signal in this thread and returns the previous mask.
 fn block() -> io::Result<libc::sigset_t> {
     let mut old = set_of(signal());
     // SAFETY: both sets are live and initialised.
@@ -136,7 +136,7 @@ struct GuestMask {
     set: u64,
 }
 
-/// Sets the signal mask that the thread has while the guest runs: `old` without the signal.
+/// Sets the signal mask that the thread has while the guest runs: `old` without the kick's signal.
 fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
     /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`. The size in this number is that of the header
     /// without the set.

@@ -1,10 +1,9 @@
-//! The fuzz entry for sections with content that this crate decodes.
+//! The fuzz entry for the sections `vmm` and `vcpu.tsc`.
 
 use super::Own;
 use super::tsc::Tsc;
 
-/// Decodes arbitrary bytes as each section that this crate decodes. The kernel checks the other
-/// sections.
+/// Decodes arbitrary bytes as the section `vmm` and as the section `vcpu.tsc`.
 pub fn fuzz_state_sections(bytes: &[u8]) {
     if let Ok(own) = Own::decode(bytes) {
         assert!(own.throttle_percent <= 99);
