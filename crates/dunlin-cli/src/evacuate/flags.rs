@@ -61,7 +61,7 @@ pub(crate) struct Evacuate {
         requires = "time_limit"
     )]
     pub(super) on_time_limit: OnLimitName,
-    /// Memory of each destination that stays free.
+    /// Memory that stays free at each destination.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_bytes)]
     pub(super) reserve: u64,
     /// On the emptied host, keep the definitions of VMs that have moved. By default the definitions
@@ -99,7 +99,7 @@ pub(super) enum OnLimitName {
 
 const MIB: u64 = 1 << 20;
 
-/// A rate in the unit of virsh.
+/// Parses a rate, and returns it in MiB/s, the unit of virsh.
 fn parse_budget(text: &str) -> Result<u64, String> {
     match parse_rate(text)? / MIB {
         0 => Err("rate out of range (1M or more): virsh takes whole MiB/s".into()),
@@ -206,7 +206,7 @@ impl Evacuate {
         flags
     }
 
-    /// Whether libvirt or QEMU encrypts the migration, as the flags for virsh demand.
+    /// Whether the flags for virsh make libvirt or QEMU encrypt the migration.
     pub(super) fn is_encrypted(&self) -> bool {
         let is_safe = |uri: &String| {
             ["qemu+ssh://", "qemu+tls://"]
