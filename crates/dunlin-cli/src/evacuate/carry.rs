@@ -21,18 +21,18 @@ pub(super) const INTERVAL: Duration = Duration::from_millis(200);
 /// How long a host may be silent before the VM is in doubt: a restart of libvirt's daemon takes
 /// less time.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
-/// How long two hosts may contradict each other. libvirt removes the rest of a failed migration from
-/// the destination after it has answered the source.
+/// How long the two hosts may contradict each other before the VM is in doubt. After a failed
+/// migration, libvirt answers the source before it removes the VM from the destination.
 const CONTRADICTION_LIMIT: Duration = Duration::from_secs(10);
 
-/// What was asked of a VM's migration.
+/// What this command has requested for a VM's migration.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
     pub(super) is_cancelled: AtomicBool,
-    /// The guest was paused because its time limit was over.
+    /// A pause of the guest was requested, because the migration exceeded the time limit.
     pub(super) is_paused: AtomicBool,
-    /// Whether the migration is over. Locked during a request, because a late one would pause or slow
-    /// down a VM that stays.
+    /// Whether the migration is over. Locked during a request, because a request after the end of the
+    /// migration would pause or slow down a VM that has stayed at the source.
     pub(super) is_over: Mutex<bool>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Carry {
 #[derive(Debug)]
 pub(super) struct Ended {
     pub(super) verdict: Verdict,
-    /// Why the VM did not move; empty if it did.
+    /// Why the VM did not move; empty if it moved or is off.
     pub(super) reason: String,
     /// The figures of its migration.
     pub(super) job: Option<Job>,
@@ -67,7 +67,7 @@ impl Carry {
         let is_new = self.vm.bound.is_none();
         // A migration that was already under way keeps its settings.
         if is_new && !asked.is_cancelled.load(Ordering::SeqCst) {
-            // No request changes the settings meanwhile.
+            // While this lock is held, no request changes the settings.
             let _no_request = lock(&asked.is_over);
             before = self.settings();
         }
@@ -182,7 +182,8 @@ impl Carry {
     }
 }
 
-/// Waits until the migration of the VM has ended, and the hosts agree where it is.
+/// Waits until the migration of the VM has ended and the hosts agree where the VM is. If they do not
+/// agree within a time limit, the VM is in doubt.
 pub(super) fn settle(source: &Virsh, destination: &Virsh, vm: &Vm) -> Verdict {
     let mut since = Instant::now();
     loop {

@@ -35,7 +35,7 @@ const UNLIMITED: u64 = (1 << 43) - 1;
 /// Refusals of a repeated request are shown once, at this number of refusals.
 const REFUSALS: u32 = 5;
 
-/// What the threads of an evacuation send to the main one.
+/// What the threads of an evacuation send to the main thread.
 enum Happened {
     Seen(Vec<(usize, Seen)>),
     Ended(usize, Box<Ended>),
@@ -127,7 +127,7 @@ impl Evacuate {
         Ok((plan, entries))
     }
 
-    /// Warns if nothing encrypts the migrations, as far as this host can find out.
+    /// Warns if nothing encrypts the migrations, or if this host cannot check that.
     fn warn_of_clear(&self, show: &Show) {
         let is_local = self.from.contains(":///");
         if self.is_encrypted() || is_local && leads_to_a_tunnel(&self.config) {
@@ -321,7 +321,7 @@ impl<'a> Moves<'a> {
         Some(Event::Seen(vm, phase))
     }
 
-    /// Returns whether the VM is in doubt.
+    /// Shows and records the end of a VM's migration. Returns whether the VM is in doubt.
     fn ended(&mut self, vm: usize, ended: Ended, show: &mut Show) -> bool {
         lock(&self.watched).retain(|(watched, _)| *watched != vm);
         let is_cancelled = self.asked[vm].is_cancelled.load(Ordering::SeqCst);
@@ -351,8 +351,8 @@ impl<'a> Moves<'a> {
         if one.vm.bound.is_none() {
             entry.duration_s = Some(ended.took.as_secs_f64());
         }
-        // After the end of some migrations, such as those with post-copy, libvirt has no figures of
-        // them.
+        // libvirt does not keep the figures of some migrations, such as those with post-copy. For
+        // these, use the last figures from before the end.
         let entry = entry.with(ended.job.as_ref().or(self.jobs[vm].as_ref()));
         show.ended(Some(vm), &entry);
         keep(self.record, entry, show);
@@ -363,7 +363,8 @@ impl<'a> Moves<'a> {
         match action {
             Action::Start(vm, rate) => self.start(vm, rate, show)?,
             Action::Rate(vm, rate) => {
-                // Migrations of an earlier command may be more than a budget has MiB/s.
+                // If an earlier command left more migrations under way than the budget has MiB/s, a
+                // share is 0, and virsh has no rate below 1 MiB/s.
                 let rate = rate.map_or(UNLIMITED, |rate| rate.max(1)).to_string();
                 self.request(vm, "migrate-setspeed", &[&rate]);
                 if self.carries_postcopy() {
@@ -469,7 +470,7 @@ fn await_signals(ends: &EndSignals, is_moving: &AtomicBool, sender: &Sender<Happ
 /// Reports the VMs that move, until the main thread ends.
 fn watch_all(source: &Virsh, watched: &Mutex<Vec<(usize, String)>>, sender: &Sender<Happened>) {
     loop {
-        // libvirt's events identify domains by name only, so libvirt is polled.
+        // The events that virsh prints identify domains by name only, so poll libvirt.
         thread::sleep(INTERVAL);
         let (numbers, uuids): (Vec<usize>, Vec<String>) = lock(watched).iter().cloned().unzip();
         // A daemon that restarts does not answer; `carry` decides how long that may take.
@@ -497,7 +498,7 @@ fn request_all(source: &Virsh, wanted: &Receiver<Request>, sender: &Sender<Happe
             Ok(answer) => answer.reason(),
             Err(error) => format!("{error:#}"),
         };
-        // The migration may have ended before the request.
+        // If the migration ended before the request, the refusal is expected.
         if !is_leaving(source, &request.words[1]) {
             continue;
         }

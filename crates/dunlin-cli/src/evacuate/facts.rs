@@ -17,7 +17,7 @@ pub(super) struct Facts {
     /// VMs that can be planned.
     pub(super) vms: Vec<Vm>,
     pub(super) destinations: Vec<Destination>,
-    /// VMs that run here and cannot be planned, and VMs of an earlier run.
+    /// VMs that run at the source and cannot be planned, and VMs of an earlier run.
     pub(super) entries: Vec<Entry>,
 }
 
@@ -37,7 +37,7 @@ pub(super) fn entry(vm: &Vm, to: &str, result: Outcome, reason: &str) -> Entry {
 }
 
 impl Entry {
-    /// Takes the figures of libvirt.
+    /// Adds libvirt's figures. A duration that the entry already has stays.
     pub(super) fn with(mut self, job: Option<&Job>) -> Self {
         let seconds = |job: &Job| Some(job.number("time_elapsed")? as f64 / 1000.0);
         self.duration_s = self.duration_s.or_else(|| job.and_then(seconds));
@@ -92,7 +92,8 @@ pub(super) fn gather(
             .and_then(|seen| seen.job)
             .is_some_and(|job| job.is_leaving());
         let at = there.iter().position(|there| there.contains(&vm.uuid));
-        // The destination of a migration that has just begun may not have the VM yet.
+        // The destination of a migration that has just begun can still lack the VM, so look in the
+        // record of an earlier run, too.
         let is_it = |one: &&Entry| one.uuid == vm.uuid && one.result == Outcome::Moving;
         let at_record = earlier.iter().find(is_it);
         let at_record =
@@ -124,8 +125,8 @@ pub(super) fn gather(
     Ok(facts)
 }
 
-/// What became of a VM that both hosts had when they were asked, although no migration is under way. `None`
-/// if it is at the source.
+/// What became of a VM that both hosts had when they were asked, although no migration is under way.
+/// `None` if the VM is at the source.
 fn arrived(source: &Virsh, destination: &Virsh, vm: &Vm) -> Option<Entry> {
     let entry = |result, reason: &str| Some(entry(vm, &destination.uri, result, reason));
     match settle(source, destination, vm) {
@@ -140,8 +141,8 @@ fn arrived(source: &Virsh, destination: &Virsh, vm: &Vm) -> Option<Entry> {
     }
 }
 
-/// What became of a VM that an earlier run has moved, or was moving when that run ended. `None` if
-/// there is nothing to report.
+/// What became of a VM that an earlier run moved, left in doubt, or was moving when that run ended.
+/// `None` if there is nothing to report.
 fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
     let mut entry = entry.clone();
     entry.earlier = true;
@@ -151,7 +152,8 @@ fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
             let destination = Virsh::new(&entry.to);
             let at = [source, &destination].map(|host| whereabouts(host, &entry.uuid));
             entry.result = Outcome::Doubt;
-            // A paused VM arrives paused.
+            // The record does not state whether the VM was paused. A paused VM arrives paused, so a
+            // paused copy at the destination is no reason for doubt.
             match judge(&at[0], &at[1], true) {
                 Verdict::Moved => {
                     entry.result = Outcome::Moved;

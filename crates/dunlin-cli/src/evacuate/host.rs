@@ -11,10 +11,10 @@ use super::plan::Vm;
 use super::verdict::Where;
 use super::virsh::Virsh;
 
-/// VMs asked about over one connection.
+/// Number of VMs that are queried over one connection.
 const BATCH: usize = 50;
 
-/// The time over which the VMs' writes are measured, and the limit for the result.
+/// The time over which the VMs' writes are measured, and the time limit for the result.
 const SAMPLE: Duration = Duration::from_secs(1);
 const SAMPLE_LIMIT: Duration = Duration::from_secs(8);
 
@@ -67,7 +67,7 @@ fn uuids(text: &str) -> Result<Vec<String>> {
     lines.map(uuid).collect()
 }
 
-/// The VMs with these UUIDs. Those that have ended meanwhile are left out.
+/// The VMs with these UUIDs. VMs that have ended meanwhile are left out.
 pub(super) fn vms(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Vm>> {
     let mut found = Vec::new();
     for part in uuids.chunks(BATCH) {
@@ -98,7 +98,7 @@ fn vm(uuid: &str, dominfo: &str) -> Option<Vm> {
     })
 }
 
-/// `KEY: VALUE` on each line; the first of equal keys counts.
+/// Parses lines of the form `KEY: VALUE`. If several lines have the same key, the first one is used.
 fn fields(text: &str) -> BTreeMap<String, String> {
     let mut fields = BTreeMap::new();
     for line in text.lines() {
@@ -110,7 +110,7 @@ fn fields(text: &str) -> BTreeMap<String, String> {
     fields
 }
 
-/// A number of KiB, in bytes.
+/// Parses a number of KiB, and returns it in bytes.
 fn kib(text: &str) -> Option<u64> {
     let number: u64 = text.strip_suffix("KiB")?.trim().parse().ok()?;
     number.checked_mul(KIB)
@@ -152,7 +152,7 @@ pub(super) fn measure(virsh: &Virsh, vms: &mut [Vm]) -> Result<()> {
     Ok(())
 }
 
-/// In MiB/s, if it has been measured.
+/// The rate at which the VM writes memory, in MiB/s, if libvirt has measured it.
 fn dirty_rate(domstats: &str) -> Option<u64> {
     let field = |name: &str| {
         let lines = domstats.lines().map(str::trim);
@@ -176,7 +176,8 @@ pub(super) fn whereabouts(virsh: &Virsh, uuid: &str) -> Where {
     ask().unwrap_or_else(|error| Where::Unknown(format!("{error:#}")))
 }
 
-/// What a host says about VMs that move from it. A VM that has ended has no entry.
+/// What a host says about VMs that move from it, in the order of `uuids`. The entry of a VM that has
+/// ended is `None`.
 pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>> {
     let ask = |uuid: &String| {
         [

@@ -30,7 +30,7 @@ impl Job {
             match key.trim() {
                 "Job type" => kind = Some(value.trim()),
                 key => {
-                    // The first field of this name counts: a later line may be a part of an error's
+                    // Keep the first field of this name: a later line can be a part of an error's
                     // text.
                     let value = value.trim().to_owned();
                     job.fields.entry(key.to_owned()).or_insert(value);
@@ -64,7 +64,7 @@ impl Job {
         self.kind == COMPLETED
     }
 
-    /// libvirt's reason of a failed job.
+    /// The reason that libvirt gives for a failed job.
     pub(super) fn error(&self) -> Option<&str> {
         self.fields.get("errmsg").map(String::as_str)
     }

@@ -24,7 +24,7 @@ pub(super) enum Outcome {
     Cancelled,
     /// Stayed, because no destination has the memory.
     NoRoom,
-    /// Stayed, because the command ended before its turn.
+    /// Stayed, because the evacuation ended before the VM's turn.
     NotStarted,
     /// Not active any more: its guest powered off, or another program stopped it or moved it.
     Off,
@@ -46,12 +46,12 @@ pub(super) struct Entry {
     /// The bytes of memory and disks that libvirt sent.
     pub(super) bytes: Option<u64>,
     pub(super) downtime_ms: Option<u64>,
-    /// An earlier run moved the VM.
+    /// An earlier run moved the VM or left it in doubt.
     #[serde(default)]
     pub(super) earlier: bool,
 }
 
-/// The file. While this value lives, no other command evacuates the same host from here.
+/// The state file. While this value lives, no other command evacuates the same host from here.
 #[derive(Debug)]
 pub(super) struct Record {
     path: PathBuf,
@@ -64,7 +64,7 @@ impl Record {
         let directory = state.directory()?.join("evacuate");
         let path = directory.join(format!("{}.json", file_name(from)));
         let what = || format!("cannot write {}", path.display());
-        // The mode that journals require of the parent directory.
+        // Create the state directory, too, with the mode that journals require of it.
         let mut builder = DirBuilder::new();
         let made = builder.recursive(true).mode(0o700).create(&directory);
         made.with_context(what)?;

@@ -19,7 +19,7 @@ use super::shares::{Budgets, shares};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Copying,
-    /// Copying, with its guest paused because its time is over.
+    /// Copying, with the guest paused because the time limit has passed.
     Paused,
     Switchover,
     Postcopy,
@@ -60,7 +60,7 @@ pub(super) enum Event {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// At this rate, in MiB/s; `None` is unlimited.
+    /// Starts the migration at this rate, in MiB/s; `None` is unlimited.
     Start(usize, Option<u64>),
     Rate(usize, Option<u64>),
     Cancel(usize),
@@ -88,14 +88,14 @@ struct Moving {
     wanted: Option<(OnLimit, Duration)>,
 }
 
-/// Times are since any fixed moment.
+/// Times are measured from an arbitrary fixed moment.
 #[derive(Debug)]
 pub(super) struct Schedule {
     rules: Rules,
     /// The destination of each VM, and whether its migration is already under way.
     to: Vec<(usize, bool)>,
     vms: Vec<State>,
-    /// Nothing starts any more.
+    /// No VM starts any more, except VMs with migrations that are already under way.
     is_halted: bool,
     is_interrupted: bool,
 }
@@ -112,7 +112,7 @@ impl Schedule {
         }
     }
 
-    /// Nothing moves, and nothing starts any more.
+    /// Whether no VM moves, and no VM starts any more.
     pub(super) fn is_over(&self) -> bool {
         let is_open = |state: &State| match state {
             State::Waiting => !self.is_halted,
@@ -122,7 +122,7 @@ impl Schedule {
         !self.vms.iter().any(is_open)
     }
 
-    /// The VMs that have neither ended nor been cancelled, with their phases.
+    /// The VMs in switchover or post-copy. After an interrupt, their migrations finish.
     pub(super) fn finishing(&self) -> Vec<usize> {
         let is_finishing = |vm: &usize| {
             matches!(self.vms[*vm], State::Moving(moving)
@@ -238,7 +238,8 @@ impl Schedule {
         (has_place && is_enough()).then_some(next)
     }
 
-    /// The VMs that use the link. QEMU does not limit a switchover.
+    /// The VMs that share the budgets. A VM in switchover has no share, because QEMU does not limit the
+    /// rate of a switchover.
     fn sharing(&self) -> Vec<usize> {
         let is_sharing = |vm: &usize| matches!(self.vms[*vm], State::Moving(moving) if moving.phase != Phase::Switchover);
         (0..self.vms.len()).filter(is_sharing).collect()

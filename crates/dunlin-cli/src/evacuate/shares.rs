@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 /// Budgets in MiB/s, the unit of virsh; `None` is unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Budgets {
-    /// Of the source.
+    /// The budget of the source.
     pub(super) outbound: Option<u64>,
-    /// Of each destination.
+    /// The budget of each destination.
     pub(super) inbound: Option<u64>,
 }
 

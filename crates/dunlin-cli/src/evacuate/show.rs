@@ -23,7 +23,7 @@ const MIB: f64 = (1 << 20) as f64;
 
 pub(super) struct Show {
     json: bool,
-    /// On a terminal.
+    /// The bars of the VMs, if standard error is a terminal.
     bars: Option<MultiProgress>,
     moving: BTreeMap<usize, Progress>,
 }
@@ -43,7 +43,7 @@ impl Show {
         }
     }
 
-    /// Prints an event. `text` must be clean.
+    /// Prints an event. `text` must already be safe for a terminal.
     pub(super) fn event(&self, object: &Value, text: &str) {
         if self.json {
             print_json(object);

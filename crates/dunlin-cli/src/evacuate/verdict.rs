@@ -3,7 +3,7 @@
 /// A VM on one host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Where {
-    /// The host does not have it.
+    /// The host does not have the VM.
     Absent,
     /// The VM does not run, but the host has its definition. The value is libvirt's reason.
     Off(String),
@@ -54,7 +54,8 @@ pub(super) enum Verdict {
     Doubt(String),
 }
 
-/// `was_paused`: the VM was paused before its migration, and still is after it.
+/// Concludes where the VM is from what both hosts say. If `was_paused`, the VM was paused before its
+/// migration, so it is also paused afterwards.
 pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Verdict {
     use Where::{Absent, Off, Paused, Running};
     match (source, destination) {
@@ -63,7 +64,7 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
-        // After a migration, libvirt has another reason.
+        // After a migration, libvirt's reason is `migrated`.
         (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
             Verdict::Off
         }

@@ -1,4 +1,4 @@
-//! Runs virsh. Arguments are vectors, never a shell's words; VMs are named by UUID.
+//! Runs virsh. Its arguments are passed as a vector, never through a shell. VMs are named by UUID.
 
 use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
@@ -21,7 +21,7 @@ pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(40);
 /// Characters of an error that are reported.
 const ERROR_LIMIT: usize = 400;
 
-/// The virsh of one libvirt.
+/// Runs virsh for one libvirt.
 #[derive(Clone, Debug)]
 pub(super) struct Virsh {
     pub(super) uri: String,

@@ -200,7 +200,8 @@ fn an_interrupt_cancels_a_vm_that_was_paused_for_its_time() {
     assert_eq!(schedule.handle(seconds(62), Event::Interrupt), [Cancel(0)]);
 }
 
-/// A killed command may leave more migrations under way than the next one lets copy.
+/// A killed command can leave more migrations under way than the next command lets copy at the same
+/// time.
 #[test]
 fn migrations_under_way_take_their_places_at_once_even_after_a_doubt() {
     let to = vec![(0, true), (0, true), (0, false)];
