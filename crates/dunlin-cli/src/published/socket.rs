@@ -42,9 +42,9 @@ struct Bound {
 }
 
 impl StatusSocket {
-    /// Binds the status socket of this process; `kind` is `vm`, `tunnel` or `ipsec`. The process
-    /// has no status socket if that fails, which is logged, or if the control path names one
-    /// socket.
+    /// Binds a status socket of this process. `kind` is `vm`, `tunnel`, `ipsec` or `handoff`; a
+    /// process with several VMs uses `vm-2`, `vm-3` and so on for the further VMs. The process has no
+    /// status socket if that fails, which is logged, or if the control path names one socket.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);
@@ -98,7 +98,7 @@ impl Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // If that fails, the next process that binds a status socket removes the file.
+        // If this fails, the next process that binds a status socket removes the file.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -118,7 +118,7 @@ fn remove_dead(directory: &Path) -> Result<()> {
 /// Reads the status behind a status socket; `None` if its process has died.
 ///
 /// # Errors
-/// The status is too long, or is not complete within `limit`.
+/// The socket cannot be read, or the status is too long, not UTF-8, or not complete within `limit`.
 pub(crate) fn read(socket: &Path, limit: Duration) -> Result<Option<String>> {
     use std::io::ErrorKind::{ConnectionRefused, NotFound, WouldBlock};
     let deadline = Instant::now() + limit;

@@ -57,7 +57,8 @@ pub(crate) struct Remove {
     state: StatePath,
 }
 
-/// The rules of the last `apply`, for a boot after which `apply` fails.
+/// The file with the rules of the last successful `apply`. They are installed if `apply` fails after a
+/// boot.
 fn saved(state: &StatePath) -> Result<PathBuf> {
     Ok(state.directory()?.join("redirect.nft"))
 }

@@ -21,8 +21,8 @@ pub(super) fn established() -> Result<Vec<TcpConnection>> {
 }
 
 /// The clients' addresses of redirected connections. A connection is redirected if a listener on
-/// loopback has accepted it from an address that is not loopback. With `ports`, only connections to
-/// listeners at these ports count.
+/// loopback has accepted it from an address that is not loopback. With `ports`, returns only the
+/// clients of listeners at these ports.
 pub(super) fn redirected(
     all: &[TcpConnection],
     ports: Option<&BTreeSet<u16>>,
@@ -35,12 +35,13 @@ pub(super) fn redirected(
 }
 
 /// Connections between this host and a peer on the redirects' ports that do not go through the
-/// tunnel. They count only if the port at the other end is ephemeral: this excludes, for example, a
-/// connection to an ssh server from an ephemeral port that is in the range by chance.
+/// tunnel. One end of such a connection has a port of a redirect, and the port of the other end must
+/// be ephemeral. This excludes, for example, a connection to an ssh server if the ephemeral port of
+/// the ssh client is a port of a redirect by chance.
 pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
     let first = first_ephemeral();
-    // Listeners at any port count, because the tunnel may have accepted the connections at ports of
-    // an earlier configuration.
+    // Consider listeners at any port, because the tunnel may have accepted the connections at ports
+    // of an earlier configuration.
     let redirected = redirected(all, None);
     let concerns = |one: &TcpConnection| {
         redirects.iter().any(|to| {

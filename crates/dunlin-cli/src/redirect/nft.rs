@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::rules::TABLE;
 use crate::text::clean_lines;
 
-/// Directories that unprivileged users may not have in PATH.
+/// Directories that are often missing from the PATH of unprivileged users.
 const SBIN: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 
 /// Runs a transaction.

@@ -36,9 +36,9 @@ pub(super) const CHAINS: [(&str, &str, &str, i32); 4] = [
     ("forward", "filter", "forward", 0),
     ("input", "filter", "input", 0),
 ];
-/// How the line of a chain's hook begins.
+/// The beginning of the line that attaches a chain to its hook.
 const BASE: &str = "\t\ttype ";
-/// How the comment with the digest begins.
+/// The beginning of the comment that contains the digest.
 pub(super) const MARK: &str = "dunlin redirect ";
 
 /// The rules of a configuration.
@@ -75,8 +75,8 @@ pub(super) fn copied(text: &str) -> String {
     lines.filter(|line| !line.starts_with(BASE)).collect()
 }
 
-/// The chains. The comment of the first rule of `input` contains the digest too, because nft's JSON
-/// does not contain comments of tables.
+/// The chains. The digest is in the comment of the table, and also in the comment of the first rule of
+/// `input`, because nft's JSON does not contain comments of tables.
 fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
     let all = |rules: &dyn Fn(&Addressed) -> String| -> String {
         let rules: Vec<_> = redirects.iter().map(rules).collect();
@@ -127,7 +127,7 @@ const LOCAL: &str = "\t\tfib daddr type local return\n";
 ///
 /// The kernel remembers the translation of a connection for some seconds after its reset, and
 /// applies it to a new connection from the same port without consulting `nat_output`. Connections
-/// of users that may not be redirected are therefore rejected here as well.
+/// of users other than the configured ones are therefore rejected here as well.
 fn listeners(redirects: &[Addressed], owner: &str) -> String {
     let of = |to: &Addressed| to.listeners.values().copied().collect::<BTreeSet<u16>>();
     let all: BTreeSet<u16> = redirects.iter().flat_map(of).collect();
@@ -221,7 +221,7 @@ fn from_wire(to: &Addressed) -> String {
     text
 }
 
-/// A user for nft. Names may contain characters that have a meaning in nft.
+/// A user in nft's syntax. A name is quoted, because it can contain characters with a meaning in nft.
 fn quoted(user: &str) -> String {
     match user.parse::<u32>() {
         Ok(_) => user.to_owned(),

@@ -16,7 +16,7 @@ pub(super) struct State {
     /// What differs.
     pub(super) difference: Option<String>,
     pub(super) checked_unix_s: u64,
-    /// By the redirect's name.
+    /// The counters, by the name of the redirect.
     pub(super) counters: BTreeMap<String, Counters>,
 }
 
@@ -25,7 +25,8 @@ pub(super) struct State {
 pub(super) enum Verdict {
     /// The rules in force are those of the configuration.
     Applied,
-    /// The rules were changed, or the configuration was.
+    /// The rules differ from the record of the last `apply` or from the configuration, there is no such
+    /// record, or the configuration is invalid.
     Different,
     /// There is no table.
     Missing,

@@ -12,22 +12,22 @@ use super::rules::{CHAINS, COPY, MARK, TABLE, copied};
 /// The table in force.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
-    /// The version of nft. Versions list the same table differently.
+    /// The version of nft. Different versions list the same table differently.
     version: String,
     objects: Vec<Value>,
 }
 
 /// A table without the counters and handles, which change while the table is in force. `apply`
-/// writes the record of its table to a file for later comparisons, because nft lists rules in
-/// another form than it reads.
+/// writes the record of its table to a file for later comparisons, because nft lists rules in a form
+/// that differs from the form in which it reads them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     version: String,
     objects: Vec<Value>,
 }
 
-/// Packets that matched the rules of one redirect. A connection counts once as redirected or plain;
-/// a rejected program may retry and count several times.
+/// Packets that matched the rules of one redirect. The rules match the first packet of a connection. A
+/// program that retries after a rejection is counted each time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Counters {
     pub(super) redirected: u64,
