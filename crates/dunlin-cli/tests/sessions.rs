@@ -269,9 +269,9 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     // Without a terminal the command prints the question and decides nothing.
     let asked = state.ask("resolve 0101").expect(2).err;
     for part in [
-        "destination host-b.example:4444 got the command to run VM web",
+        "the destination host-b.example:4444 the command to run VM web",
         "never answered",
-        "Is it running there?",
+        "Does the VM run there?",
         "copy here died with its process",
         "--run-here or --destroy",
     ] {
@@ -525,7 +525,7 @@ fn the_process_of_a_vm_in_doubt_ends_when_the_operator_destroys_the_vm() {
     at_terminal("yes").expect(1);
     assert_eq!(state.sources().len(), 1);
     let done = at_terminal("destroy").expect(0);
-    assert!(done.out.contains("Is it running there?"), "{done:?}");
+    assert!(done.out.contains("Does the VM run there?"), "{done:?}");
     let (code, last) = from.ended();
     assert_eq!((code, &last["state"]), (0, &Value::from("moved")));
     assert!(state.sources().is_empty());

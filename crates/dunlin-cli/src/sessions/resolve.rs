@@ -1,7 +1,7 @@
 //! `dunlin resolve`: an operator decides where a VM runs when the destination did not answer.
 //!
-//! A session is in doubt if its source has sent *commit* and has no answer as to whether the
-//! destination runs the VM; a destination is never in doubt. With an identity, the command queries
+//! A session is in doubt if its source has begun to send *commit* and has no answer as to whether
+//! the destination runs the VM; a destination is never in doubt. With an identity, the command queries
 //! the destination once more, and any answer settles the session, except that the VM ran there and
 //! died. Otherwise the operator decides. The process that has the paused copy, if alive, records
 //! the decision and carries it out. If that process has died, the copy is lost too, and only the
@@ -135,7 +135,7 @@ impl Resolve {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),
             Line::Failed(failed) => bail!("{}", clean(&failed.text)),
-            _ => bail!("unexpected answer from the VM's process: it may run another release"),
+            _ => bail!("unexpected answer from the VM's process: it probably runs another release"),
         };
         let name = clean(&record.vm_name);
         let settled = match (vm, entry.lives) {
@@ -216,8 +216,9 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
     let since = ago(record.written_ms);
     let what = match record.state {
         State::Source(SourceRecord::Committing) => format!(
-            "The destination {peer} got the command to run VM {vm} ({}) {since} ago and never \
-             answered: the control lane was lost, or its process or host died. Is it running there?",
+            "The source began to send the destination {peer} the command to run VM {vm} ({}) {since} \
+             ago, and the destination never answered: the control lane was lost, or the \
+             destination's process or host died. Does the VM run there?",
             hex(&record.vm_uuid)
         ),
         State::Source(SourceRecord::RanThenDied) => format!(

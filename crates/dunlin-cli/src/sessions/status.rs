@@ -70,7 +70,7 @@ impl Status {
 
     fn show_history(&self) -> Result<i32> {
         let Some(directory) = history::directory(&self.control) else {
-            bail!("--control must be a directory: the history is below it");
+            bail!("--control must be a directory: the history is in a subdirectory");
         };
         let finished = history::read(&directory);
         for (_, one) in &finished {
@@ -167,7 +167,7 @@ pub(crate) fn meaning(state: State, lives: bool) -> Option<&'static str> {
     }
 }
 
-/// What the operator may do about the session.
+/// What the operator can do about the session.
 pub(crate) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
     is_resolvable(entry, record)
         .then(|| format!("`dunlin resolve {}` settles it", &hex(&entry.session)[..8]))
