@@ -1,5 +1,5 @@
-//! The state of the screen: a key or a new reading changes it, and may request an action. It does
-//! no input or output.
+//! The state of the screen. A key or a new reading changes the state, and a key can request an
+//! action. This module does no input or output.
 
 use std::time::SystemTime;
 
@@ -7,7 +7,7 @@ use super::rows::{Attention, Cancel, Limited, Row};
 
 /// Maximum number of characters of a rate that is being typed.
 const MAX_TYPED: usize = 16;
-/// Rows that Page Up and Page Down move the selection by.
+/// Number of rows or lines by which Page Up and Page Down move.
 const PAGE: usize = 10;
 
 /// A key that the screen uses.

@@ -35,7 +35,7 @@ pub(super) struct Row {
     pub(super) key: String,
     pub(super) what: String,
     pub(super) state: String,
-    /// Whether bytes may flow.
+    /// Whether bytes can flow: a migration is under way, a channel is open, or IPsec is up.
     pub(super) active: bool,
     pub(super) figures: Figures,
     /// What needs attention, the worst first.
@@ -84,11 +84,11 @@ pub(super) struct Cancel {
 /// A limit of a rate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Limited {
-    /// Of a migration, by the control socket of the VM's process.
+    /// The rate of a migration, by the control socket of the VM's process.
     Session(PathBuf),
-    /// Of a route of the tunnel behind a control socket.
+    /// The rate of a route of the tunnel behind a control socket.
     Route(PathBuf, String),
-    /// Of a peer of the tunnel behind a control socket.
+    /// The rate to a peer of the tunnel behind a control socket.
     Peer(PathBuf, String),
 }
 

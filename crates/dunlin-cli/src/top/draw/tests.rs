@@ -92,7 +92,7 @@ fn the_list_has_a_line_for_each_row_and_one_for_its_worst_trouble() {
     assert!(words(4).ends_with(&figures), "{lines:?}");
     assert_eq!(words(6), ["route", "disk", "idle", "0"]);
     assert_eq!(lines[23].trim_end(), KEYS);
-    // The name of a column ends above the last digit of its figures.
+    // The name of a column ends above the last character of its figures.
     let end = |line: &str, word: &str| {
         let (before, _) = line.split_once(word).unwrap();
         before.chars().count() + word.len()

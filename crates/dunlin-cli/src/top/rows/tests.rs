@@ -75,7 +75,7 @@ fn a_migration_has_figures_shares_and_notes() {
         .map(|lane| (lane.number, lane.share))
         .collect();
     assert_eq!(shares, [(1, 0.75), (2, 0.25)]);
-    // It does not converge, and is throttled.
+    // The migration does not converge, and the guest is throttled.
     assert_eq!(row.troubles.len(), 2);
     assert_eq!(row.attention(), Attention::Note);
     let converges = one(session("source", "pre-copy", &progress(8192, 2)));
