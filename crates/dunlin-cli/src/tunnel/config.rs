@@ -28,7 +28,8 @@ use table::{Found, LanesKey, Port, RouteTable, parse_port};
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
 
-/// A configuration in which no mistake was found. The check opens no files or sockets.
+/// A configuration in which no mistake was found. The check opens no files or sockets, except to look
+/// up users and groups.
 #[derive(Debug)]
 pub(crate) struct Config {
     /// Address to which the peers' tunnels connect; `None` if this tunnel only connects.
@@ -101,7 +102,7 @@ impl Config {
             Ok(parsed) => check(parsed, &mut found),
             Err(error) => {
                 let at = error.span().unwrap_or_default();
-                // serde's message contains a Rust type, which operators may not recognise.
+                // serde's message contains a Rust type. Replace it by words for operators.
                 let text = error.message().replace("u64", "a whole number");
                 found.add(&at, text);
                 None

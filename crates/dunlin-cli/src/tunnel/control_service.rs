@@ -85,8 +85,8 @@ impl Request {
 /// before it.
 /// Alternative: rates since the previous request need no wait, but two clients would reset each
 /// other's period.
-/// Alternative: a thread that always measures would wake up without need. Clients that want other
-/// periods compute them from the totals.
+/// Alternative: a thread that always measures would wake up without need. Clients that want rates over
+/// other periods compute these rates from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
 /// Serves a tunnel's control socket until the tunnel ends.
@@ -120,7 +120,7 @@ impl ControlService {
         Ok(service)
     }
 
-    /// Waits until every request is answered, and removes the listeners' directory.
+    /// Waits until every request is answered, for a limited time, and removes the listeners' directory.
     pub(super) fn drain(&self) {
         control::drain();
         // The directory exists only if a listener was requested.
@@ -283,7 +283,7 @@ impl Service for ControlService {
                 };
                 if access != FileAccess::default() && !matches!(listen, Listen::Unix(_)) {
                     bail!(
-                        "owner, group and mode apply only to a unix socket, and {listen} is none: \
+                        "owner, group and mode apply only to a unix socket, and {listen} is not one: \
                          omit them, or give unix:PATH"
                     );
                 }

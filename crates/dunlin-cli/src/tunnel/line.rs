@@ -164,9 +164,9 @@ pub(crate) struct CheckedLine {
     /// A route to the peer.
     pub(crate) route: String,
     pub(crate) bytes: u64,
-    /// Time until the first byte had returned, connecting included.
+    /// Time until the first byte had returned, including the time to connect.
     pub(crate) first_byte_ms: f64,
-    /// Bytes per time, in each direction.
+    /// The rate in each direction.
     pub(crate) gib_per_s: f64,
 }
 

@@ -88,7 +88,7 @@ fn peers_by_address(
     for peer in &redirect.peers {
         let identity = identity(peer)?;
         let mut addresses = addresses(&redirect.name, &peer.host);
-        // One configuration may serve all hosts; this host keeps no trunk to itself.
+        // One configuration can serve all hosts. This host opens no trunk to itself.
         addresses.retain(|address| !is_own_address(*address));
         for address in addresses {
             let at = listeners.port(&peer.host);

@@ -1,4 +1,4 @@
-//! What a tunnel tells its peers about its host. Everything but the clock, the rules and the
+//! What a tunnel reports to its peers about its host. Everything but the clock, the rules and the
 //! certificates is collected before the tunnel is confined.
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! What `dunlin redirect watch` found about the packet filter's rules. The tunnel may not read the
+//! What `dunlin redirect watch` found about the packet filter's rules. The tunnel cannot read the
 //! rules itself, because that needs CAP_NET_ADMIN.
 
 use std::fs;
@@ -62,7 +62,7 @@ impl Rules {
     }
 
     /// Logs each change of the rules' state until the tunnel ends. While the rules are missing or
-    /// different, the toolstack's connections may leave in the clear.
+    /// different, the toolstack's connections can leave in the clear.
     pub(super) fn log_changes(self, tunnel: &Arc<Tunnel>) -> io::Result<()> {
         let tunnel: Weak<Tunnel> = Arc::downgrade(tunnel);
         start("rules", move || {

@@ -89,7 +89,7 @@ impl Run {
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
         let mut sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
-        // The sockets of `tunnel open` may be beneath this directory.
+        // `tunnel open` creates its sockets beneath this directory, unless the request gives a path.
         sockets.extend(socket.as_ref().and_then(|_| self.control.directory()));
         let owners: Vec<_> = config.routes.access_of_sockets().copied().collect();
         let confined =
@@ -266,7 +266,7 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line, reporter: &Reporter) ->
         (listen, address) => listen.is_some() != address.is_some(),
     };
     if is_new {
-        say("the address for peers stays as it is until the tunnel is restarted");
+        say("the address for peers changes only when the tunnel is restarted");
     }
     tunnel.replace(identities.clone(), &config.routes)?;
     reporter.renew(&identities, !config.redirects.is_empty());
@@ -283,7 +283,7 @@ pub(super) fn read(file: &Path) -> Result<(Config, Identities)> {
         let (identity, warnings) = load_identity(&config.identity, role, &config.reading)?;
         Ok::<_, anyhow::Error>((Arc::new(identity), warnings))
     };
-    // Each side opens lanes over IPsec.
+    // With IPsec, each side opens lanes and accepts lanes.
     let (routes, opens) = (&config.routes, config.ipsec.is_some());
     let connects = opens || Identities::connects(routes);
     let accepts = opens || Identities::accepts(routes);

@@ -19,8 +19,8 @@ use super::table::{Found, LanesKey, Port, at};
 pub(crate) const PEER_PORT: u16 = 18300;
 /// Default for the first port of the listeners for redirected connections.
 const REDIRECT_PORT: u16 = 18301;
-/// The longest name of a redirect. The rules' comments contain the name, and nftables limits a
-/// comment to 128 bytes.
+/// Maximum length of a redirect's name, in bytes. The rules' comments contain the name, and nftables
+/// limits a comment to 128 bytes.
 const LONGEST_NAME: usize = 64;
 /// The largest number of ports in a redirect. Toolstacks use at most 64, and other programs of this
 /// host cannot serve clients on a redirect's ports.
@@ -38,9 +38,9 @@ pub(crate) struct Redirect {
     /// The same ports here and at the peers.
     pub(crate) ports: PortRange,
     pub(crate) peers: Vec<RedirectPeer>,
-    /// Names or uids of the users with redirected connections.
+    /// Names or uids of local users. Only connections of these users are redirected.
     pub(crate) users: Vec<String>,
-    /// Where the peers' connections go, tried in order.
+    /// Addresses of this host to which the peers' connections go, tried in order.
     pub(crate) local: Vec<IpAddr>,
     pub(crate) plain: Option<Plain>,
     /// Port of the peers' tunnels.
@@ -77,7 +77,7 @@ impl Listeners {
         self.first.saturating_add(index.unwrap_or_default())
     }
 
-    /// All ports.
+    /// The ports of all listeners.
     pub(crate) fn ports(&self) -> RangeInclusive<u16> {
         let more = u16::try_from(self.hosts.len()).unwrap_or(u16::MAX).max(1) - 1;
         self.first..=self.first.saturating_add(more)
@@ -97,7 +97,7 @@ pub(crate) struct RedirectPeer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plain {
     pub(crate) from: Vec<IpAddr>,
-    /// The last day (UTC).
+    /// The last day (UTC) on which these peers may connect.
     pub(crate) until: Date,
 }
 
@@ -494,7 +494,7 @@ fn plain(
         let latest = today + LONGEST_PLAIN;
         let text = format!(
             "redirect {name}: plain_from needs an end: add plain_until = \"YYYY-MM-DD\", {latest} \
-             at the latest"
+             or an earlier day"
         );
         found.add(&from.span(), text);
         return None;

@@ -52,7 +52,7 @@ fn parse_account(
     find: fn(&str) -> std::io::Result<Option<u32>>,
 ) -> Result<u32, String> {
     if let Ok(number) = text.parse::<u32>() {
-        // chown(2) takes the largest number for "unchanged".
+        // For chown(2), the largest number means "unchanged".
         return match number {
             u32::MAX => Err(format!(
                 "{kind} number {text} out of range (0 to 4294967294)"

@@ -95,7 +95,7 @@ impl Found<'_> {
         }
     }
 
-    /// The parsed text or, if it is absent, `usual`.
+    /// The parsed text, or `usual` if the text is absent or has a mistake.
     pub(super) fn or<T, E: fmt::Display>(
         &mut self,
         value: &Option<Spanned<String>>,
@@ -107,7 +107,7 @@ impl Found<'_> {
         parsed.unwrap_or(usual)
     }
 
-    /// A count from 1 to `most` or, if it is absent, `usual`.
+    /// A count from 1 to `most`, or `usual` if the count is absent or out of range.
     pub(super) fn count<T: TryFrom<u64>>(
         &mut self,
         what: &str,
@@ -316,7 +316,7 @@ fn parse_target(text: &str) -> Result<Target, String> {
     })
 }
 
-/// A target `tcp:ADDRESS:FIRST-LAST`: the peer's parameter `port` names one of the ports.
+/// A target `tcp:ADDRESS:FIRST-LAST`: the peer's parameter `port` selects one of the ports.
 fn ports_target(address: &str, ports: &str) -> Result<Target, String> {
     let bare = address
         .strip_prefix('[')
