@@ -41,7 +41,7 @@ use crate::vm::request::Decision;
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
     pub(crate) json: bool,
-    /// Whether the process may own several VMs, so that lines name the VM.
+    /// Whether the process can own several VMs, so that lines name the VM.
     pub(crate) several: bool,
 }
 
@@ -66,7 +66,7 @@ struct Now {
     holds: Holds,
     phase: Phase,
     ending: Ending,
-    /// Number of the source's attempt that is under way or awaited, counted from 1.
+    /// Number of the attempt to receive a VM that is under way or awaited, counted from 1.
     attempt: u64,
     cancel: Cancel,
 }
@@ -78,8 +78,8 @@ enum Phase {
     #[default]
     Idle,
     Moving(Arc<Moving>),
-    /// This process, as the source, sent *commit* and got no answer, or the answer that the VM ran
-    /// at the destination and died there. The copy here stays paused.
+    /// This process, as the source, began to send *commit* and got no answer, or the answer that the
+    /// VM ran at the destination and died there. The copy here stays paused.
     InDoubt {
         record: Record,
         /// Whether this process has got a signal to end after the migration left the VM in doubt.
@@ -226,7 +226,7 @@ impl ControlService {
 
     // Methods for the arrival of a VM.
 
-    /// Prepares for the next attempt of a source; `None` if this process is ending.
+    /// Prepares for the next attempt to receive a VM; `None` if this process is ending.
     pub(crate) fn next_attempt(&self) -> Option<Cancel> {
         let mut state = lock(&self.state);
         state.attempt += 1;
@@ -339,7 +339,7 @@ impl ControlService {
         drop(state);
         let name = &vm.vm().config().name;
         let Output { json, several } = self.output;
-        // If this process owns several VMs, the others may still answer clients.
+        // With several VMs, do not wait here, because the other VMs still accept requests.
         if !several {
             control::drain();
         }

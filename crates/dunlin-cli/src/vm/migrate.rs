@@ -138,7 +138,7 @@ fn code(ended: Ended) -> i32 {
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
-/// second signal ends the wait. With `timeline`, writes the timeline to that file.
+/// second signal ends this process. With `timeline`, writes the timeline to that file.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,
@@ -215,8 +215,8 @@ fn until_end(
     // The process or its guest died. A *committing* line is the only evidence of how far the
     // migration had progressed.
     let failed = if committing {
-        let text = "the VM's process died after it sent commit to the destination: check whether \
-                    the VM runs there";
+        let text = "the VM's process died after it began to send commit to the destination: check \
+                    whether the VM runs there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)
     } else {
         let text = "the VM's process died, and the VM with it";

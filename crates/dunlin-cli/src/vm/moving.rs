@@ -125,7 +125,7 @@ impl Moving {
         lock(&self.seen).ended.is_some()
     }
 
-    /// Whether *commit* has been sent, so that the destination may run the VM.
+    /// Whether the source has begun to send *commit*, so that the destination may run the VM.
     pub(super) fn is_committed(&self) -> bool {
         lock(&self.seen).line.phase == COMMITTED
     }

@@ -178,9 +178,10 @@ impl Receive {
 
 /// How the wait for a VM, or the VM itself, ended.
 enum Ended {
-    /// With this exit code.
+    /// The VM, or the wait for it, ended with this exit code.
     With(i32),
-    /// By a signal before the VM arrived, with the outcome of the arrival that it cancelled.
+    /// A signal ended the wait before a VM arrived. The text is the outcome of the arrival that the
+    /// signal cancelled, if one was under way.
     Cancelled(Option<String>),
 }
 
@@ -251,7 +252,8 @@ impl Waits<'_> {
                     let mut listener = Some(listener);
                     self.wait(service, &mut |builder, observer, cancel| {
                         let own = listener.as_mut().context("the listener is closed")?;
-                        // What the session took of stack and heap would stay as long as the VM.
+                        // Without a thread of its own, the session's stack and heap would stay
+                        // allocated for as long as the VM lives.
                         let received = on_own_thread(|| own.receive(builder, observer, cancel))?;
                         heap::give_back();
                         if received.is_ok() {
@@ -275,7 +277,7 @@ impl Waits<'_> {
         })
     }
 
-    /// Makes attempts until one receives a VM, and then owns the VM until it ends or moves away.
+    /// Repeats `attempt` until it has received a VM, and then owns the VM until it ends or moves away.
     fn wait(&self, service: &Arc<ControlService>, attempt: &mut Attempt<'_>) -> Result<Ended> {
         let receive = self.receive;
         let mut builder = VmBuilder {
@@ -438,7 +440,8 @@ impl<'a> Said<'a> {
         let several = self.receive.sessions > 1;
         self.say(&match event {
             DestinationEvent::Rejected { reason } => {
-                // If several VMs arrive, the connection may not belong to this session.
+                // If several VMs arrive, the connection can belong to another session, so do not name
+                // this session's VM.
                 return self.receive.say(&Line::Rejected {
                     text: clean(reason),
                 });
@@ -472,7 +475,7 @@ impl<'a> Said<'a> {
         line.say_of(name.as_deref(), self.receive.own.json);
     }
 
-    /// Ends the arrival: the next lines are about another VM.
+    /// Ends the arrival: later lines are about the next attempt, which can be for another VM.
     fn end(&self) {
         *lock(&self.arrival) = Arrival::default();
     }
@@ -509,7 +512,7 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                 }
                 Err(error) => {
                     vec![format!(
-                        "cannot reload the identity, which stays as it was: {}",
+                        "cannot reload the identity; this process keeps the earlier one: {}",
                         chained(&error)
                     )]
                 }
