@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-/// The time without use for which unused CPU time is kept. It pays for the requests of a page that
-/// is opened.
+/// The period of which unused CPU time is kept. This reserve covers the requests that a browser sends
+/// when it opens the page.
 const KEPT: Duration = Duration::from_secs(10);
 
-/// The longest wait. A client that has cost more is not paid for in full, so that other clients are
-/// served within seconds.
+/// The longest wait. If clients have used more CPU time than this wait makes up for, the excess is
+/// ignored, so that other clients are served within seconds.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
 /// CPU time that may be used, as a token bucket.
@@ -22,7 +22,7 @@ pub(super) struct Budget {
     last: Times,
 }
 
-/// Time since any moment, and the CPU time that the process has used.
+/// The time since a fixed moment, and the CPU time that the process has used.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Times {
     pub(super) elapsed: Duration,
@@ -70,7 +70,7 @@ mod tests {
         // The full budget is that of ten seconds.
         assert_eq!(budget.wait(at(0, 400)), Duration::ZERO);
         assert_eq!(budget.wait(at(0, 440)), Duration::from_secs(1));
-        // Waiting for half of the time earns half of it.
+        // After half of the wait, the other half remains.
         assert_eq!(budget.wait(at(500, 440)), Duration::from_millis(500));
         assert_eq!(budget.wait(at(1000, 440)), Duration::ZERO);
         // An hour without use earns ten seconds.

@@ -52,7 +52,7 @@ impl Connection for UnixStream {
 /// A request that may be answered.
 #[derive(Debug)]
 pub(super) struct Request {
-    /// Without the query.
+    /// The path without the query.
     pub(super) path: String,
     /// Whether the request is for the headers only.
     pub(super) head: bool,
@@ -74,7 +74,7 @@ const TOO_LONG: Code = (431, "Request Header Fields Too Large");
 /// process.
 ///
 /// # Errors
-/// The code to answer with.
+/// The status code of the answer that refuses the request.
 pub(super) fn read(connection: &mut dyn Connection, names: &[String]) -> Result<Request, Code> {
     let local = connection.local().map_err(|_| BAD)?;
     let deadline = Instant::now() + REQUEST_LIMIT;

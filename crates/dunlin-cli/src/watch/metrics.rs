@@ -197,7 +197,8 @@ const METRICS: &[Metric] = metrics! {
         }
     };
     Gauge "dunlin_migrations_in_doubt" ()
-        "VMs that are paused here, because it is not known whether they run at the destination."
+        "VMs that are paused here in doubt: the destination did not report whether they run there, or \
+         it reported that they ran there and died."
         => |view, put| {
         let sessions = view.snapshot.sessions.iter();
         let in_doubt = sessions.filter(|one| one.line.resolvable);
@@ -334,8 +335,8 @@ const METRICS: &[Metric] = metrics! {
 };
 
 /// The items of all identities by their labels, with the time at which each expires. If several
-/// processes have the same labels, the earliest time counts: processes with a later time have
-/// loaded a newer file.
+/// processes have the same labels, the earliest time is used: processes with a later time have
+/// loaded a newer file, and the process with the earliest time must still load it.
 fn expiries(snapshot: &Snapshot) -> BTreeMap<[String; 5], u64> {
     let tunnels = snapshot.tunnels.iter();
     let tunnels = tunnels.map(|one| ("tunnel", &one.name, &one.certificates));

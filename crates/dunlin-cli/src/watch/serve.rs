@@ -70,9 +70,7 @@ impl ServeStatus {
         self.log.start(Some(Format::Text));
         let signals = EndSignals::block()?;
         let Some(directory) = self.control.directory() else {
-            bail!(
-                "--control must be a directory: the processes have their status sockets below it"
-            );
+            bail!("--control must be a directory: the status sockets are in a subdirectory");
         };
         let manager = Manager::find();
         let listener = self.listener()?;
@@ -166,8 +164,8 @@ impl Listener {
         })
     }
 
-    /// Lets only so many clients wait as are served at a time. A client in a longer queue could wait
-    /// for longer than it waits for an answer.
+    /// Limits the queue of waiting clients to the number of clients that are served at a time. In a
+    /// longer queue, a client could give up before it is served.
     fn keep_queue_short(&self) -> io::Result<()> {
         match self {
             Self::Unix(listener, _) => limit_queue(listener, MAX_CONNECTIONS as i32),

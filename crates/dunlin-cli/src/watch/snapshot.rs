@@ -26,8 +26,8 @@ use crate::vm;
 /// Time limit for the answer of a process. A stopped process does not answer.
 pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Maximum number of processes that are shown, because a member of the directory's group may create
-/// any number of sockets in it.
+/// Maximum number of processes that are shown, because a member of the directory's group can create
+/// any number of sockets in the directory.
 const MAX_PROCESSES: usize = 4096;
 
 /// Maximum number of processes that are asked at the same time. More processes are asked in turn.
@@ -49,7 +49,7 @@ pub(crate) struct Snapshot {
     pub(crate) handoffs: Vec<HandoffLine>,
     /// The identities of processes other than tunnels and hand-offs.
     pub(crate) identities: Vec<Held>,
-    /// The processes that did not answer in time.
+    /// The processes that gave no valid answer in time.
     pub(crate) silent: Vec<Silent>,
     /// Why all journals, or single ones, could not be read.
     pub(crate) failures: Vec<FailedLine>,
@@ -110,7 +110,7 @@ pub(crate) struct Held {
     pub(crate) certificates: Vec<CertificateLine>,
 }
 
-/// A process that did not answer.
+/// A process that gave no valid answer in time.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Silent {
     /// `vm`, `tunnel`, `ipsec` or `handoff`.
@@ -185,7 +185,7 @@ impl Target {
                 (Self::Vm(_), Line::Status(status)) => Answer::Vm(status),
                 (Self::Tunnel(_), Line::Tunnel(line)) => Answer::Tunnel(line),
                 (Self::Handoff(_), Line::Handoff(line)) => Answer::Handoff(line),
-                _ => bail!("unexpected status: the process may run another release"),
+                _ => bail!("unexpected status: the process probably runs another release"),
             },
         };
         Ok(Some(answer))
@@ -200,7 +200,7 @@ impl Snapshot {
         let owners = sessions.iter().filter_map(Session::owner);
         let mut targets: Vec<Target> = owners.map(Target::Vm).collect();
         targets.extend(control.sockets_in(TUNNELS).into_iter().map(Target::Tunnel));
-        // If the control path names one socket, that is treated as the socket of a tunnel.
+        // If the control path names one socket, it is treated as the socket of a tunnel.
         if control.directory().is_some() {
             targets.extend(control.sockets_in(IPSEC).into_iter().map(Target::Ipsec));
         }
@@ -226,8 +226,8 @@ impl Snapshot {
         snapshot
     }
 
-    /// Reads the status sockets; each process has `limit` to answer. The sessions are those of
-    /// living VMs.
+    /// Reads the status sockets; each process has `limit` to answer. The snapshot has only the
+    /// sessions that VMs' processes report.
     pub(crate) fn published(control: &ControlPath, limit: Duration) -> Self {
         let mut targets: Vec<Target> = control
             .sockets_in(STATUS)
@@ -248,7 +248,7 @@ impl Snapshot {
         snapshot
     }
 
-    /// A snapshot of now, without content.
+    /// An empty snapshot, taken now.
     pub(crate) fn empty() -> Self {
         Self {
             taken: SystemTime::now(),

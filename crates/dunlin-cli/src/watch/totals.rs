@@ -52,13 +52,13 @@ impl Histogram {
 /// before this process started sees a reset, and counts no migration twice.
 #[derive(Debug)]
 pub(super) struct Totals {
-    /// By role and result.
+    /// The number of migrations, by role and result.
     pub(super) migrations: BTreeMap<(&'static str, &'static str), u64>,
     pub(super) durations: BTreeMap<(&'static str, &'static str), Histogram>,
-    /// By role.
+    /// The downtimes as the guests saw them, by role.
     pub(super) guest_downtimes: BTreeMap<&'static str, Histogram>,
     pub(super) downtime: Histogram,
-    /// By part of the downtime.
+    /// The durations of the parts of downtimes, by part.
     pub(super) parts: BTreeMap<&'static str, Histogram>,
     pub(super) sent_bytes: u64,
     /// The names of the entries when the history was last read.
