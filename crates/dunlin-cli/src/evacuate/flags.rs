@@ -18,7 +18,7 @@ pub(crate) struct Evacuate {
     /// The libvirt of the host to empty, such as qemu:///system or qemu+ssh://HOST/system.
     #[arg(long, value_name = "URI")]
     pub(super) from: String,
-    /// A libvirt that takes VMs, as the emptied host reaches it; repeatable.
+    /// The libvirt of a host to which VMs move, by a URI that works on the emptied host; repeatable.
     #[arg(long, value_name = "URI", required = true, value_parser = parse_destination)]
     pub(super) to: Vec<String>,
     /// Which VM moves first; the busiest is the one that writes the most memory.
@@ -47,7 +47,7 @@ pub(crate) struct Evacuate {
     /// Longest downtime that libvirt may plan for a VM [default: as libvirt is set].
     #[arg(long, value_name = "DURATION", value_parser = parse_limit)]
     pub(super) downtime_limit: Option<Duration>,
-    /// Longest time for each VM [default: no limit].
+    /// Time limit for the migration of each VM [default: no limit].
     #[arg(long, value_name = "DURATION", value_parser = parse_limit)]
     pub(super) time_limit: Option<Duration>,
     /// What happens to a VM that exceeds --time-limit: with `cancel`, it stays; with `postcopy`, it
