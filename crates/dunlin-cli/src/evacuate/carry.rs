@@ -53,7 +53,7 @@ pub(super) struct Ended {
     pub(super) verdict: Verdict,
     /// Why the VM did not move; empty if it moved or is off.
     pub(super) reason: String,
-    /// The figures of its migration.
+    /// The figures of the VM's migration.
     pub(super) job: Option<Job>,
     pub(super) took: Duration,
 }

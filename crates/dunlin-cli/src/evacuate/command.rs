@@ -271,7 +271,8 @@ impl<'a> Moves<'a> {
             Happened::Refused(vm, what, reason) => {
                 let times = self.refused.entry((vm, what)).or_default();
                 *times += 1;
-                // These requests are repeated, because libvirt refuses them before QEMU has begun.
+                // These requests are repeated, because libvirt refuses them until QEMU has begun. So warn
+                // only after several refusals.
                 let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy" | "suspend");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;

@@ -37,7 +37,7 @@ pub(super) fn entry(vm: &Vm, to: &str, result: Outcome, reason: &str) -> Entry {
 }
 
 impl Entry {
-    /// Adds libvirt's figures. A duration that the entry already has stays.
+    /// Adds libvirt's figures. If the entry already has a duration, keeps it.
     pub(super) fn with(mut self, job: Option<&Job>) -> Self {
         let seconds = |job: &Job| Some(job.number("time_elapsed")? as f64 / 1000.0);
         self.duration_s = self.duration_s.or_else(|| job.and_then(seconds));

@@ -196,8 +196,8 @@ pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>
     Ok(blocks.chunks(2).map(seen).collect())
 }
 
-/// Whether a migration of the VM from this host is under way. One that has failed in post-copy is not,
-/// although libvirt keeps its job, because only an operator can resume it.
+/// Whether a migration of the VM from this host is under way. A migration that has failed in post-copy
+/// is not under way, although libvirt keeps its job, because only an operator can resume it.
 pub(super) fn is_leaving(virsh: &Virsh, uuid: &String) -> bool {
     let seen = watch(virsh, std::slice::from_ref(uuid)).ok();
     let seen = seen.and_then(|mut seen| seen.pop().flatten());

@@ -22,7 +22,7 @@ pub(super) enum Outcome {
     Stayed,
     /// Stayed, because its migration was cancelled.
     Cancelled,
-    /// Stayed, because no destination has the memory.
+    /// Stayed, because no destination has enough memory.
     NoRoom,
     /// Stayed, because the evacuation ended before the VM's turn.
     NotStarted,
@@ -32,7 +32,7 @@ pub(super) enum Outcome {
     Doubt,
 }
 
-/// A VM of the report.
+/// The entry of a VM in the state file and in the report.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Entry {
     pub(super) uuid: String,

@@ -43,7 +43,7 @@ pub(super) struct Rules {
     pub(super) on_limit: OnLimit,
 }
 
-/// VMs are numbers, in the order of the plan.
+/// An event. VMs are identified by their numbers in the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// Time has passed.
@@ -101,7 +101,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// If it is halted, only migrations that are already under way start.
+    /// If `is_halted`, only VMs with migrations that are already under way start.
     pub(super) fn new(rules: Rules, to: Vec<(usize, bool)>, is_halted: bool) -> Self {
         Self {
             rules,
@@ -122,7 +122,7 @@ impl Schedule {
         !self.vms.iter().any(is_open)
     }
 
-    /// The VMs in switchover or post-copy. After an interrupt, their migrations finish.
+    /// The VMs in switchover or post-copy. An interrupt does not cancel their migrations.
     pub(super) fn finishing(&self) -> Vec<usize> {
         let is_finishing = |vm: &usize| {
             matches!(self.vms[*vm], State::Moving(moving)
@@ -151,7 +151,7 @@ impl Schedule {
         let mut actions = self.requests(now);
         let started = self.start(now);
         let rates = self.rates();
-        // Rates fall before another VM starts, and rise after it.
+        // Lower the rates of other VMs before another VM starts, and raise rates after that.
         let (fall, rise): (Vec<_>, Vec<_>) = rates.into_iter().partition(|(falls, _)| *falls);
         actions.extend(fall.into_iter().map(|(_, action)| action));
         for vm in started {

@@ -132,7 +132,7 @@ impl Show {
         };
         let of = |field| job.number(field).unwrap_or(0);
         let (total, left) = (of("data_total"), of("data_remaining"));
-        // Nothing is known before the first pass.
+        // libvirt has no figures before the first pass.
         if total == 0 {
             return;
         }

@@ -39,7 +39,7 @@ impl Where {
     }
 }
 
-/// The judgement about a VM.
+/// The conclusion about where a VM is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// At the destination, and no longer active at the source.
@@ -50,7 +50,7 @@ pub(super) enum Verdict {
     StayedPaused,
     /// No longer active: its guest powered off, or another program stopped it at the source.
     Off,
-    /// Anything else. If it lasts, an operator has to decide.
+    /// Any other combination of states. If it lasts, an operator has to decide.
     Doubt(String),
 }
 
@@ -64,7 +64,7 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
-        // After a migration, libvirt's reason is `migrated`.
+        // These reasons do not follow a migration. After a migration, libvirt's reason is `migrated`.
         (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
             Verdict::Off
         }

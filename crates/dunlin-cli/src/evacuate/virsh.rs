@@ -15,7 +15,7 @@ use crate::text::clean;
 /// The bytes that are kept of each output. The rest is read and dropped.
 const OUTPUT_LIMIT: u64 = 4 << 20;
 
-/// Time limit for a question. libvirt itself waits up to 30 s for a domain's lock.
+/// Time limit for a query. libvirt itself waits up to 30 s for a domain's lock.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(40);
 
 /// Characters of an error that are reported.
