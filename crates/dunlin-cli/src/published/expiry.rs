@@ -5,7 +5,7 @@ use std::time::UNIX_EPOCH;
 use dunlin::lane::identity::Dated;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of items of identities in a status. More are left out.
+/// Maximum number of items of identities in a status. Further items are left out.
 const MAX_ITEMS: usize = 64;
 
 /// An item of an identity that expires.

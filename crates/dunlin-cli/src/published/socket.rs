@@ -22,8 +22,8 @@ use crate::text::chained;
 /// Subdirectory of the control directory for status sockets.
 pub(crate) const STATUS: &str = "status";
 
-/// Pause after each client. A status takes less than 100 µs, so clients can take at most 0.5 % of a
-/// CPU from the process.
+/// Pause after each client. Serving a client takes less than 100 µs, so clients can take at most 0.5 %
+/// of a CPU from the process.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How long one write may wait for a client that does not read. The status of most processes fits
@@ -161,7 +161,8 @@ mod tests {
         (socket, scratch.join(name))
     }
 
-    /// The status is longer than the buffer of a socket.
+    /// The status is longer than the buffer of a socket, so a client that does not read blocks the
+    /// write.
     #[test]
     fn i8_a_client_that_never_reads_delays_the_next_one_for_a_limited_time() {
         let scratch = Scratch::new();

@@ -59,7 +59,7 @@ impl RunPath {
     }
 
     fn write(&self, name: &str, value: &impl Serialize) -> Result<()> {
-        // The tunnel's user reads the files.
+        // The tunnel's user must be able to read the files.
         make(&self.run_dir, 0o755)?;
         let json = plain(serde_json::to_string(value)?);
         replace(&self.run_dir.join(name), &json, 0o644)

@@ -77,7 +77,8 @@ fn run(arguments: &[&str], input: &str) -> Result<Result<String, String>> {
         .spawn()
         .context("cannot start nft")?;
     if let Some(mut stdin) = child.stdin.take() {
-        // nft reads all of its input before it prints. If it fails earlier, its messages say why.
+        // This does not block, because nft reads all of its input before it prints. If nft fails
+        // earlier, its messages say why, so ignore the error.
         let _ = stdin.write_all(input.as_bytes());
     }
     let done = child.wait_with_output().context("cannot run nft")?;

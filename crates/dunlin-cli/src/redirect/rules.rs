@@ -8,10 +8,10 @@
 //!  a SYN from the wire ─▶ input: reset, except from the hosts in plain_from
 //! ```
 //!
-//! The rules for a redirect's ports match only SYNs, because other hosts may use these ports as
-//! ephemeral ports: replies to them pass, and so do established connections. The rules that
-//! redirect match only SYNs too. A NAT chain sees the first packet that the kernel tracks of a
-//! connection. If the connection is older than the rules, this can be any packet
+//! The rules for a redirect's ports match only SYNs, because other hosts can use these ports as
+//! ephemeral ports: replies to such ports pass, and so do established connections. The rules that
+//! redirect also match only SYNs: a NAT chain sees the first packet that the kernel tracks of a
+//! connection, and if the connection is older than the rules, this can be any packet
 //! (`nf_conntrack_tcp_loose`).
 
 use std::collections::BTreeSet;
@@ -201,7 +201,7 @@ fn from_wire(to: &Addressed) -> String {
     let mut text = String::new();
     if let Some(plain) = &to.redirect.plain {
         // The end of the last day. The kernel compares it with its clock, so that no process has to
-        // run then.
+        // change the rules at that time.
         let end = plain.until.next_day().unwrap_or(plain.until);
         let end = end.with_time(Time::MIDNIGHT).assume_utc().unix_timestamp();
         let from: BTreeSet<&IpAddr> = plain.from.iter().collect();

@@ -31,11 +31,11 @@ pub(super) struct Record {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Counters {
     pub(super) redirected: u64,
-    /// Connections of other local users to the peers.
+    /// Rejected connections to the peers, of local users that the redirect does not list.
     pub(super) rejected_output: u64,
-    /// Connections that this host routes to the peers.
+    /// Rejected connections that this host would have routed to the peers.
     pub(super) rejected_forward: u64,
-    /// Connections from the wire.
+    /// Rejected connections from the wire.
     pub(super) rejected_input: u64,
     /// Connections in the clear, for each address in `plain_from`.
     pub(super) plain: BTreeMap<String, u64>,

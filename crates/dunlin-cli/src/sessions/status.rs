@@ -173,7 +173,7 @@ pub(crate) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
         .then(|| format!("`dunlin resolve {}` settles it", &hex(&entry.session)[..8]))
 }
 
-/// Age of a time, by this host's clock.
+/// The time since `ms`, in milliseconds since 1970, by this host's clock.
 pub(crate) fn ago(ms: u64) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -28,7 +28,7 @@ fn only_connections_of_a_toolstack_with_a_peer_are_unprotected() {
         ("192.0.2.1:40000", "192.0.2.2:49216", false),
         ("192.0.2.1:40000", "192.0.2.3:49152", false),
         ("192.0.2.1:40000", "192.0.2.1:49152", false),
-        // Services of either host, and the tunnel.
+        // Connections to other services of either host, and to the tunnel.
         ("192.0.2.1:49160", "192.0.2.2:22", false),
         ("192.0.2.1:22", "192.0.2.2:49160", false),
         ("192.0.2.1:49160", "192.0.2.2:18300", false),
