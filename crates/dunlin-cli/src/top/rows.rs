@@ -42,9 +42,9 @@ pub(super) struct Row {
     pub(super) troubles: Vec<(Attention, String)>,
     pub(super) facts: Vec<(String, String)>,
     pub(super) lanes: Vec<Lane>,
-    /// The migration that the row can cancel, or why it cannot.
+    /// The row's migration, if it can be cancelled; otherwise the reason why not.
     pub(super) cancel: Result<Cancel, String>,
-    /// The limit that the row can change, or why it cannot.
+    /// The row's rate, if its limit can be changed; otherwise the reason why not.
     pub(super) limit: Result<Limited, String>,
 }
 
@@ -81,7 +81,7 @@ pub(super) struct Cancel {
     pub(super) then: String,
 }
 
-/// A limit of a rate.
+/// A rate that can be limited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Limited {
     /// The rate of a migration, by the control socket of the VM's process.
@@ -213,7 +213,7 @@ fn of_session(session: &Session, silent: Option<&str>, rates: Option<&Rates>) ->
     let line = &session.line;
     let is_source = line.role == "source";
     let live = line.live.as_ref();
-    // The process may report a later migration of the VM, in which it has the other role.
+    // The process can report a later migration of the VM, in which this host has the opposite role.
     let migration = live
         .and_then(|live| live.migration.as_ref())
         .filter(|migration| migration.role == line.role);

@@ -71,13 +71,13 @@ impl Reporter {
         Ok(reporter)
     }
 
-    /// Adopts what a new configuration changes.
+    /// Updates the parts of the report that a new configuration changes.
     pub(super) fn renew(&self, identities: &Identities, has_rules: bool) {
         let dates = identities.accepting.dates().iter();
         let ends = dates.map(|one| unix(one.not_after).0).min();
         let mut report = lock(&self.report);
         report.certificate_ends_s = ends;
-        // An empty text as a placeholder: `text` reads the state for each report.
+        // The empty text is a placeholder: the method `text` reads the state for each report.
         report.rules = has_rules.then(String::new);
     }
 
@@ -87,7 +87,7 @@ impl Reporter {
         move || reporter.text()
     }
 
-    /// A report as of now.
+    /// The report, with the current time and the current state of the rules.
     fn text(&self) -> String {
         let mut report = lock(&self.report).clone();
         report.clock_ms = Some(unix(SystemTime::now()).1);
@@ -121,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    /// The fields that docs/wire/tunnel.md lists.
+    /// A report has exactly the fields that docs/wire/tunnel.md lists.
     ///
     /// Claim P25 of docs/security.
     #[test]

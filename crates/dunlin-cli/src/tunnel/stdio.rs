@@ -76,8 +76,8 @@ impl Stdio {
             return Ok(FAILED);
         }
         let code = client.done(false)?;
-        // If reading the input failed, the target treated the truncated input as complete. The exit
-        // code then reports the failure.
+        // If reading the input failed, the target cannot tell the truncated input from a complete one.
+        // So the exit code reports the failure.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED
         } else {

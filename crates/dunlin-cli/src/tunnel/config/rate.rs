@@ -62,7 +62,7 @@ fn optional(text: &str) -> Result<Option<u64>, String> {
     parse_tunnel_rate(text).map(Some)
 }
 
-/// Bytes per second, at least the lowest limit of a tunnel.
+/// Parses a rate in bytes per second, which must be at least the lowest limit of a tunnel.
 pub(crate) fn parse_tunnel_rate(text: &str) -> Result<u64, String> {
     match parse_rate(text)? {
         rate if rate < LEAST_RATE => Err(format!("rate {text} out of range (64K or more)")),
