@@ -407,7 +407,7 @@ impl ControlService {
     pub(crate) fn command(&self, command: Command) -> Result<()> {
         let state = lock(&self.state);
         let vm = state.vm()?;
-        // Resuming the VM after *commit* would run it twice (I1).
+        // If the VM were resumed after *commit*, it could run twice (I1).
         if state.under_way().is_some() && !matches!(command, Command::PowerOff) {
             bail!("the VM is being migrated: wait until the migration ends");
         }

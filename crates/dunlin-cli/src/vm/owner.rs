@@ -203,7 +203,7 @@ impl Service for ControlService {
         send(connection, &Line::Done)
     }
 
-    /// Adds the VM's location to the error. If the error has a fault code, adds also the remedy.
+    /// Adds the VM's location to the error. If the error has a fault code, also adds the remedy.
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let mut failed = FailedLine::from(error);
         failed.vm = self.location().into();

@@ -140,7 +140,7 @@ impl Run {
             vms.push(self.begin(config, service, socket)?);
         }
         // Measure the crypto libraries and seed their random generator now, so that the first
-        // migration does not wait for it.
+        // migration does not wait for this.
         start("crypto", || drop(Crypto::auto()))?;
         for (published, service) in published.iter().zip(&services) {
             let own = Arc::clone(service);

@@ -49,7 +49,7 @@ impl Connection for UnixStream {
     }
 }
 
-/// A request that may be answered.
+/// A valid request to this process.
 #[derive(Debug)]
 pub(super) struct Request {
     /// The path without the query.

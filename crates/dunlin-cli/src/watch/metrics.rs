@@ -1,4 +1,4 @@
-//! The metrics, as OpenMetrics text. [`METRICS`] defines each; docs/reference/metrics.md is
+//! The metrics, as OpenMetrics text. [`METRICS`] defines all metrics, and docs/reference/metrics.md is
 //! generated from it.
 
 use std::collections::BTreeMap;

@@ -30,7 +30,8 @@ pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
 /// any number of sockets in the directory.
 const MAX_PROCESSES: usize = 4096;
 
-/// Maximum number of processes that are asked at the same time. More processes are asked in turn.
+/// Maximum number of processes that are asked at the same time. Each further process is asked when one
+/// of these has answered.
 const ASKED_AT_ONCE: usize = 32;
 
 /// The sessions, tunnels, keying sessions and hand-offs of this host at one time.
