@@ -131,7 +131,7 @@ pub fn query_host() {
 }
 
 /// Checks whether this host's CPU and KVM can run the machine, without building it. For a process
-/// guest, checks only the configuration, because such a guest does not depend on CPU and KVM.
+/// guest, checks only the configuration, because such a guest does not depend on the CPU or KVM.
 ///
 /// # Errors
 /// The first reason why this host cannot run the machine.

@@ -55,7 +55,8 @@ pub struct Stats {
     pub pages_checked: u64,
     /// Number of beats of all vCPUs.
     pub beats: u64,
-    /// The longest time between two beats of one vCPU, or of the guest across a migration.
+    /// The longest time between two beats of one vCPU, or between the guest's last beat before a
+    /// migration and its first beat afterwards.
     pub largest_gap: Duration,
     /// After a migration, the time from the last beat at the source to the first beat on this host.
     pub downtime: Option<Duration>,

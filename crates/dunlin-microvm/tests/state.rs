@@ -465,7 +465,7 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
         let bytes = &section.unwrap().bytes;
         (word(bytes, 0), word(bytes, NANOSECONDS))
     };
-    // Change the state as if the guest had run for an hour.
+    // Change the state as if the guest had run for an hour longer.
     let (left_ns, guest_ns) = clock(&sections);
     let section = sections.iter_mut().find(|section| section.name == "clock");
     let bytes = &mut section.unwrap().bytes[NANOSECONDS..NANOSECONDS + 8];
