@@ -20,10 +20,10 @@
 //! after its process died has no sign that it must not start the VM again.
 //!
 //! A session's record is removed when no side will ask about the session again. If a side does not
-//! learn that the record is obsolete, it may remove the record when the same VM moves again
-//! ([`SessionJournal`]'s `begin` has the conditions). That is safe because a source starts no
-//! session while an earlier session of its VM is undecided, so it will not ask about any earlier
-//! session.
+//! learn that its record is obsolete, it keeps the record until the same VM moves again
+//! ([`SessionJournal`]'s `begin` has the conditions). Removing the record is then safe: a source
+//! starts no session while an earlier session of its VM is undecided, so it will not ask about any
+//! earlier session.
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State};
 pub use dunlin_proto::negotiate::SessionId;

@@ -88,8 +88,9 @@ pub struct Entry {
     pub lives: bool,
 }
 
-/// Checks that `record` may begin an attempt of its session: the attempt of the newest record,
-/// `before`, must have ended with the VM at the source and must have a lower number.
+/// Checks that `record` may begin an attempt of its session. If the session already has a record,
+/// `before`, the attempt in `before` must have ended with the VM at the source and must have a lower
+/// number.
 pub(super) fn may_follow(
     before: Option<&Record>,
     record: &Record,

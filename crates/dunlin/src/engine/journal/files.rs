@@ -202,7 +202,7 @@ impl Directory {
             Err(source) => return Err(io_error("opened", &path)(source)),
         };
         lock(&file, &path)?;
-        // The previous owner may have removed the file before it unlocked it.
+        // The previous owner may have removed the file before it released the lock.
         let ours = file.metadata().map_err(io_error("read", &path))?;
         match std::fs::symlink_metadata(&path) {
             Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
@@ -231,7 +231,7 @@ impl Directory {
     }
 }
 
-/// Locks a file until it is closed, at the latest when the process dies (flock(2)).
+/// Locks a file with flock(2). The lock ends when the file is closed or the process dies.
 fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     let until = Instant::now() + LOCK_LIMIT;
     loop {
@@ -247,8 +247,7 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Reads the peer block. A file that ends before the block counts as one from a release without
-/// peer blocks.
+/// Reads the peer block. A file that ends before the block comes from a release without peer blocks.
 fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     if file.metadata()?.len() <= SLOTS_BYTES as u64 {
         return Ok(RecordedPeer::BeforeBlocks);

@@ -14,9 +14,9 @@ use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
 
-/// At this number of sessions, a new session displaces the oldest one that no thread holds, and
-/// inquiries about that one can no longer be answered. A peer reaches the number only with more
-/// failing sessions than any host has VMs (invariant I8).
+/// At this number of sessions, a new session displaces the oldest one that no thread holds.
+/// Inquiries about the displaced session can no longer be answered. A peer reaches the number only
+/// with more failing sessions than any host has VMs (invariant I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);

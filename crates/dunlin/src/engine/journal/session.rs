@@ -87,11 +87,16 @@ impl SessionJournal {
     /// Creates the file for the first attempt of a session of a VM, and removes obsolete records of
     /// earlier sessions.
     ///
-    /// At the source, obsolete records are those of earlier sessions of the same VM. `peer` is
-    /// `None`, because a source has not connected to a peer yet. At the destination, only records
-    /// of sessions that `peer` started can be obsolete. Those of the same VM are, unless they say
-    /// *running*. The oldest of other VMs that never ran here are too, so that at most
-    /// [`MAX_RECORDS_OF_A_PEER`] remain. A record that a living process holds stays.
+    /// At the source, all records of earlier sessions of the same VM are obsolete, unless one of these
+    /// sessions is undecided, which is an error. `peer` is `None`, because a source has not connected
+    /// to a peer yet.
+    ///
+    /// At the destination, only records of sessions that `peer` started can be obsolete. A record of
+    /// the same VM is obsolete unless it says *running*. Of other VMs that never ran here, the oldest
+    /// records are obsolete, so that `peer` has at most [`MAX_RECORDS_OF_A_PEER`] such records,
+    /// including the new one.
+    ///
+    /// A record that a living process holds is kept.
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -180,7 +185,7 @@ impl SessionJournal {
     /// the first record about which the peer may ask.
     ///
     /// # Errors
-    /// [`JournalError::Io`].
+    /// [`JournalError::Io`], or [`JournalError::Record`] if the peer's name is too long.
     pub fn write_peer(&mut self, peer: &Principal) -> Result<(), JournalError> {
         match &mut self.held {
             Held::File(held) => held.write_peer(peer, self.record.session)?,
@@ -208,7 +213,7 @@ impl SessionJournal {
     ///
     /// # Errors
     /// [`JournalError::Io`]: the disk then holds the previous record or this one, and the caller
-    /// may retry. [`JournalError::Record`].
+    /// may retry. [`JournalError::Record`]: a text in the record is too long.
     pub fn write(&mut self, state: State) -> Result<(), JournalError> {
         let record = Record {
             state,

@@ -361,7 +361,7 @@ fn obsolete_records_are_removed_when_the_vm_moves_again() {
         // outcome of this session.
         let moved_on = State::Destination(DestinationRecord::MovedOn);
         leave(&journal, 9, moved_on, &ours);
-        // Session 3: the VM ran here, and the source may not have learnt that.
+        // Session 3: the VM ran here, and possibly the source has not learnt that.
         leave(&journal, 3, RUNNING, &ours);
         // Session 4: another peer's record. Session 8: the record of a peer with the same name and
         // a certificate of another authority. In both records the text of `Record::peer` is that of
