@@ -51,8 +51,9 @@ impl Sequences {
         }
     }
 
-    /// Sequence numbers for a lane to a peer that may be a new process. A new process counts its
-    /// messages from 1 again, so no number counts as seen.
+    /// Sequence numbers for a control lane to a destination that may be a new process. A new process
+    /// at the destination numbers its messages from 1 again, so the source forgets which numbers it
+    /// has seen on earlier lanes.
     pub(crate) fn with_new_peer(&self) -> Self {
         Self {
             sent: Mutex::new(*lock(&self.sent)),
@@ -71,8 +72,8 @@ pub(crate) struct ControlLane {
     /// trips may show a busy process (for example one that builds a VM) rather than the network's
     /// delay.
     round_trip_ns: AtomicU64,
-    /// Token of the outstanding ping: the time at which it was sent; 0 if no ping is outstanding. A
-    /// pong is ignored if no ping is outstanding.
+    /// Token of the outstanding ping: the time at which it was sent; 0 if no ping is outstanding.
+    /// Only a pong with this token is measured.
     pinged: AtomicU64,
     silence_limit: Duration,
     /// When the last message arrived, in nanoseconds after `started`.
@@ -290,7 +291,7 @@ impl ControlLane {
         message
     }
 
-    /// Waits for the first bytes of a message, and pings the peer while it waits.
+    /// Reads the header of a message, and pings the peer while it waits.
     fn await_bytes(&self, bytes: &mut [u8]) -> Result<(), Fault> {
         let silent_at = Instant::now() + self.silence_limit;
         loop {

@@ -10,8 +10,8 @@ use dunlin_proto::text::{harmless, with_causes};
 use super::journal::Role;
 
 /// Where the VM is after a failed migration, and what its VMM has to do. The destination
-/// reports [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`] as far as it
-/// can tell; it has discarded its copy and has nothing to do.
+/// reports only [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`], as far as it
+/// can tell. It has discarded its copy, so its VMM has nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
     /// The VM continues at the source, or is paused there because its owner had paused it. The VMM
@@ -20,9 +20,9 @@ pub enum VmIs {
     /// The VM is paused at the source: its VMM's `reactivate` or `resume` failed. The VM exists
     /// nowhere else, so its VMM may repair the cause and resume it.
     StuckAtSource,
-    /// *commit* was sent, and no answer showed which side has the VM. The VM is paused at the
-    /// source and may run at the destination. Keep it paused, keep the process alive, and use
-    /// [`MigrateError::doubt`](super::MigrateError::doubt).
+    /// The source began to send *commit*, and no answer showed which side has the VM. The VM is
+    /// paused at the source and may run at the destination. Keep it paused, keep the process
+    /// alive, and use [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
     /// The VM was started at the destination and no longer runs there. The source has its
     /// copy, paused as it was at the switchover. An operator decides whether to resume
@@ -86,7 +86,7 @@ impl Fault {
             .unwrap_or(self.code)
     }
 
-    /// The text for the peer: the fault with its causes, within the limit.
+    /// The text for the peer: the fault with its causes, cut to [`MAX_TEXT_BYTES`].
     pub(crate) fn for_peer(&self) -> String {
         let cause = self.source.as_deref().map(|source| source as _);
         let mut text = with_causes(self.what.clone(), cause);

@@ -157,7 +157,7 @@ const PIECE_BYTES: u64 = 64 << 20;
 /// the holes of a region are unknown, all of the region is read.
 ///
 /// # Errors
-/// A region cannot be read.
+/// A region cannot be read, or a thread panicked.
 pub fn digest(memory: &dyn GuestMemory, threads: usize) -> io::Result<[u8; DIGEST_BYTES]> {
     let regions = memory.regions();
     let occupancies: Vec<Option<Occupancy>> = regions

@@ -14,9 +14,9 @@
 //!
 //! - *lane*: one authenticated TCP connection. The control lane carries messages, the data
 //!   lanes carry memory in *chunks* of at most 256 KiB; a *mark* separates two iterations.
-//! - *iteration* or *pass*: sending each page that is dirty at its start. Pre-copy consists of the
-//!   iterations during which the guest runs. The *last pass* sends the remaining pages while the
-//!   guest is paused.
+//! - *iteration* or *pass*: sending each page that is dirty at its start. The first sends all of the
+//!   guest's memory. Pre-copy consists of the iterations during which the guest runs. The *last pass*
+//!   sends the remaining pages while the guest is paused.
 //! - The messages of the switchover: *final* (the source has sent everything), *ready* (the
 //!   destination has loaded everything), *commit* (the source gives the VM away: the point of no
 //!   return), *running* (the VM runs at the destination).

@@ -157,8 +157,8 @@ pub enum Event {
     /// *commit* has been passed to the kernel, or sending it has failed, which ends the control
     /// lane.
     Committed,
-    /// *commit* was sent and no usable answer has arrived. The guest stays paused, and
-    /// the source asks the destination.
+    /// The source began to send *commit*, and no usable answer has arrived. The guest stays paused,
+    /// and the source asks the destination.
     InDoubt {
         /// The reason.
         why: String,

@@ -143,8 +143,8 @@ impl VmDescription {
 
 /// A VM that can be migrated to another host.
 pub trait SourceVm: Send + Sync {
-    /// Describes the VM that the destination must build. Returns the same description every time,
-    /// because a migration may need several attempts.
+    /// Describes the VM that the destination must build. Must return the same description every
+    /// time, because a failed migration can be started again.
     ///
     /// # Errors
     /// The VM cannot be described. The migration does not start.
@@ -227,8 +227,9 @@ pub trait SourceVm: Send + Sync {
         Ok(())
     }
 
-    /// Destroys the copy at the source: the destination has the VM. Until this call
-    /// the paused copy must be kept, because the engine may still resume it.
+    /// Destroys the copy at the source, because the destination has the VM or an operator has decided
+    /// so ([`Doubt::resolve`](crate::engine::source::Doubt::resolve)). Until this call the paused
+    /// copy must be kept, because the engine may still resume it.
     fn destroy(&self);
 }
 
