@@ -71,7 +71,7 @@ fn i2_a_destination_that_repeats_messages_instead_of_ready_is_given_up() {
         (
             FaultCode::ControlLost,
             VmIs::AtSource,
-            "did not answer ready",
+            "did not answer final",
         ),
         &brief(),
         |listener, tls| {

@@ -36,7 +36,8 @@ use super::options::Options;
 pub enum VmLocation {
     /// The VM is at the source, unless it died with its process.
     AtSource,
-    /// The VM is at the destination; the copy at the source is destroyed.
+    /// The VM is at the destination, or an operator has given up the copy at the source. That copy is
+    /// destroyed.
     AtDestination,
     /// The VM ran at the destination and no longer does. An operator decides whether the
     /// paused copy is resumed from the moment of the pause.

@@ -90,8 +90,8 @@ pub(super) fn given_up(last: Fault, limit: Duration) -> Fault {
     }
     Fault {
         what: format!(
-            "{what}; nothing listens there: the destination's process has ended, or its kernel \
-             has killed it for lack of memory"
+            "{what}; nothing listens at the destination's address: its process has ended, or the \
+             kernel there has killed it for lack of memory"
         ),
         at_fault: AtFault::Peer,
         ..last

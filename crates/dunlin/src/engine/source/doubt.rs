@@ -74,7 +74,7 @@ pub enum ResolveError {
     /// The resolution could not be recorded. The VM stays in doubt.
     #[error("cannot record the resolution; the VM stays in doubt")]
     Journal(#[source] JournalError),
-    /// The record gives the VM to the source, but the VM could not be resumed.
+    /// The source has the VM, but the VMM could not take back disks and devices or resume the guest.
     #[error("the source has the VM again, but it stays paused: {what}")]
     Resume {
         /// What failed.

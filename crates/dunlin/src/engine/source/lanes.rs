@@ -133,7 +133,7 @@ impl Transfer<'_> {
                         Fault::new(
                             FaultCode::LaneLost,
                             format!(
-                                "every lane was lost, and no lane could be opened for {:?}",
+                                "no data lane was up, or a lost lane was not fenced, for {:?}",
                                 self.session.options.no_lane_limit
                             ),
                         )

@@ -12,12 +12,12 @@
 //!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
 //! ```
 //! Every path to *Settled* joins every thread, stops the dirty logs and lifts the throttle. If the
-//! destination has the VM, the copy here is destroyed. If the destination had or may have it, the
-//! guest stays paused ([`Doubt`]). Otherwise the guest is left as it was, or stays paused if the
-//! VMM fails to resume it.
+//! destination has the VM, the copy here is destroyed. If the VM may run at the destination, or ran
+//! there and died, the guest stays paused here ([`Doubt`]). Otherwise the guest is left as it was,
+//! or stays paused if the VMM fails to resume it.
 //!
 //! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`, `Committing`,
-//! `Committed`, any number of `InDoubt`, and, if the destination runs the VM, `Recorded(Released)`
+//! `Committed`, any number of `InDoubt`, and, if the destination has the VM, `Recorded(Released)`
 //! and `Running`. At the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
 //! `Recorded(Running)`, `Notified(Running)`, `Running`.
 //!
@@ -146,7 +146,7 @@ impl<'a> Migration<'a> {
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is
     /// ([`MigrateError::vm`]). No thread, socket or running dirty log of the migration
-    /// remains. If the VM is in doubt, [`MigrateError::doubt`] remains.
+    /// remains. [`MigrateError::doubt`], if set, keeps the session's record locked.
     pub fn run(self) -> Result<Report, MigrateError> {
         let cpu_before = thread_cpu_time();
         let to = &self.to;

@@ -235,7 +235,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// How long the source tries to open a data lane while it has none.
+    /// How long the source tries to open a data lane while it has none, and how long it waits for the
+    /// destination to fence a lost lane.
     #[cfg(feature = "unstable-internals")]
     pub fn no_lane_limit(mut self, no_lane_limit: Duration) -> Self {
         self.0.no_lane_limit = no_lane_limit;
@@ -257,8 +258,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Number of TLS records that a lane may send before a new lane replaces it: at least 512. The
-    /// limit of the cipher is the default and the maximum.
+    /// Number of TLS records that a lane may send before a new lane replaces it: 512 to 2^24. The
+    /// default is 2^24, which is within the limit of AES-GCM (RFC 8446, section 5.5).
     #[cfg(feature = "unstable-internals")]
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;

@@ -124,7 +124,11 @@ impl Session<'_> {
             // message.
             Do::SendRelease => drop(self.control.lane.send(&Message::Release)),
             Do::RefuseTooLate => {
-                self.warn("too late to cancel: the destination owns the VM".into());
+                self.warn(
+                    "too late to cancel: commit may have been sent, so the destination may run \
+                     the VM"
+                        .into(),
+                );
             }
             Do::PauseGuest
             | Do::SendCommit

@@ -188,7 +188,7 @@ impl<'a> PreCopy<'a> {
                     return Err(Fault::new(
                         FaultCode::NotConverging,
                         format!(
-                            "all pages are sent, but the switchover alone takes {:?}, more \
+                            "almost all pages are sent, but the switchover alone takes {:?}, more \
                              than the downtime limit of {:?}",
                             self.fixed_cost(),
                             self.transfer.session.options.downtime_limit

@@ -29,7 +29,7 @@ use super::lane::LaneTerms;
 use super::options::Options;
 use super::work_queue::WorkQueue;
 
-/// How long to wait for the destination's reason after it closed a lane.
+/// How long to wait for the destination's reason after a lane has failed.
 const REASON_LIMIT: Duration = Duration::from_millis(300);
 
 /// State common to all phases, which own it in turn: *Connecting → PreCopy → Switchover
@@ -97,7 +97,11 @@ impl Session<'_> {
                 Err(reported(fault, &text))
             }
             SessionEvent::Cancelled if !self.state.may_cancel() => {
-                self.warn("too late to cancel: the destination owns the VM".into());
+                self.warn(
+                    "too late to cancel: commit may have been sent, so the destination may run \
+                     the VM"
+                        .into(),
+                );
                 Ok(None)
             }
             SessionEvent::Cancelled => Err(Fault::cancelled()),
@@ -122,7 +126,7 @@ impl Session<'_> {
         Ok(Some(event))
     }
 
-    /// The destination's reason for closing a lane, if it arrives within
+    /// The destination's reason for the failure of a lane, if *cancel* or *refuse* arrives within
     /// [`REASON_LIMIT`].
     pub(super) fn reason_of_peer(&self) -> Option<Fault> {
         let until = Instant::now() + REASON_LIMIT;
@@ -160,12 +164,13 @@ impl Session<'_> {
     }
 
     /// Opens another control lane to the session's destination. Raises the epoch first,
-    /// because the previous attempt may have reached the destination.
+    /// because the destination may have seen the epoch of the previous lane or attempt.
     ///
-    /// An epoch that cannot be recorded is not an error, because *commit* needs a record anyway, and
-    /// after *commit* only an answer resolves the doubt. A process that continues this session may
-    /// then ask with an epoch that the destination has seen. The destination refuses it, and accepts
-    /// a later attempt, because each attempt raises the epoch.
+    /// If the epoch cannot be recorded, the session continues. Before *commit* it still has to write
+    /// the record *committing*, and fails if it cannot. After *commit* only an answer resolves the
+    /// doubt. A process that continues this session later can then ask with an epoch that the
+    /// destination has already seen. The destination refuses that inquiry. The process asks again,
+    /// with a higher epoch each time, until the destination accepts the epoch.
     pub(super) fn reopen_control(
         &mut self,
         cancel: Option<&Cancel>,

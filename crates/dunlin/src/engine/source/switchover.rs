@@ -237,7 +237,7 @@ impl<'a> Switchover<'a> {
                     return Err(unexpected(&other, Role::Destination));
                 }
                 Some(_) => self.repeat_final(&mut sent.last)?,
-                None => return Err(not_answered("ready")),
+                None => return Err(not_answered("final")),
             }
         };
         self.figures.downtime.ready = finalised.elapsed();

@@ -34,7 +34,7 @@ impl Window {
     }
 
     /// Pages acknowledged in this window. [`Window::end`] may have counted pages in flight as
-    /// acknowledged. Until they are, the result is 0.
+    /// acknowledged. Until those pages are acknowledged, the result is 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
@@ -125,7 +125,8 @@ mod tests {
             ..Traffic::default()
         };
         assert_eq!(window.end(tenth, ZERO - LATE, &traffic), None);
-        // Pages of a lost lane are acknowledged once and sent twice.
+        // One page was lost with a lane: it is sent twice and acknowledged once. The number of
+        // acknowledged pages then stays below the number of pages sent, and the result is 0.
         assert_eq!(window.acked_since(ZERO - 1), 0);
         traffic.raw_pages += RAW;
         let bytes_per_s = window.end(tenth, ZERO + RAW, &traffic);
