@@ -353,8 +353,8 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
             Do::Tell(reached) => verdict = Some(*reached),
             Do::Forget => {
                 if let Some(journal) = outcome.journal.take() {
-                    // If the record cannot be removed, it still contains *running*, which is
-                    // correct.
+                    // A record that cannot be removed does no harm: it still says correctly that
+                    // the VM ran here.
                     let _ = journal.forget();
                 }
             }
@@ -408,7 +408,8 @@ impl Answering {
         Self { held, thread: None }
     }
 
-    /// Whether the source has released the VM, or the listener has failed.
+    /// Whether the source has released the VM. For a VM that did not arrive through a
+    /// [`Listener`](super::Listener), also true if the listening socket has failed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         match &self.thread {
@@ -432,10 +433,10 @@ impl Answering {
         written.unwrap_or(Ok(()))
     }
 
-    /// Stops answering. A source that has not released the VM stays in doubt.
+    /// Stops answering. A source that has not received the outcome stays in doubt.
     pub fn stop(self) {
-        // Release the lock before `accepting` is dropped, because the thread that this stops may
-        // need the lock.
+        // Release the lock before `accepting` is dropped: the drop stops the answering thread, which
+        // may be waiting for the lock.
         let accepting = lock(&self.held).accepting.take();
         drop(accepting);
         if let Some(thread) = self.thread {

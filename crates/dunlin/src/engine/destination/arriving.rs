@@ -223,8 +223,8 @@ impl<'a> Arriving<'a> {
         self.attempt.state == Destination::Receiving
     }
 
-    /// Sends a message that the session repeats on a new control lane. If this control lane fails,
-    /// it counts as lost and the session continues.
+    /// Sends a message that the session repeats on a new control lane. If this control lane is lost
+    /// but can be replaced, the session continues.
     pub(super) fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         let sent = self.control.lane.send(message);
         self.control.unless_resumable(sent, self.is_resumable())

@@ -128,8 +128,7 @@ impl Lane {
             let _ = receiver.close();
         }
         barrier.forget(number);
-        // Report the end before the other lanes are stopped, because the session treats the first
-        // reported end as the cause. Sending fails only after the session has ended.
+        // Sending fails only after the session has ended.
         let _ = events.send(SessionEvent::LaneEnded {
             lane: number,
             result,

@@ -46,7 +46,7 @@ impl Lanes {
     pub(super) fn stop(&mut self) {
         self.barrier.stop();
         for thread in std::mem::take(&mut self.threads).into_values() {
-            // Ignore a panic of the thread, because the memory must be unmapped in any case.
+            // Ignore the result: only the end of the thread matters, and a panic ends it too.
             let _ = thread.join();
         }
     }

@@ -114,17 +114,17 @@ impl OptionsBuilder {
         self
     }
 
-    /// Maximum number of data lanes of one session. Default: 128, the maximum.
+    /// Maximum number of data lanes of one session, 1 to 128. Default: 128.
     pub fn lanes_max(mut self, lanes_max: u16) -> Self {
         self.0.lanes_max = lanes_max;
         self
     }
 
-    /// Caps the rate, in bytes per second, at which memory arrives. The sessions of a
-    /// [`Listener`](super::Listener) share the cap in equal parts. What one session does not use,
-    /// the others may use. The cap also applies while the guest is paused. Allow at least 256 KiB/s
-    /// for each lane, because a source replaces a lane that confirms no chunk for 5 s. Default: no
-    /// cap.
+    /// Caps the rate, in bytes per second, at which memory arrives; at least 1 MiB/s. The sessions
+    /// of a [`Listener`](super::Listener) share the cap in equal parts. What one session does not
+    /// use, the others may use. The cap also applies while the guest is paused. Allow at least
+    /// 256 KiB/s for each lane, because a source replaces a lane on which no chunk is acknowledged
+    /// for 5 s. Default: no cap.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
         self.0.rate = rate.into();
         self
@@ -148,8 +148,8 @@ impl OptionsBuilder {
     }
 
     /// How long to wait for the source to replace a lost control lane while memory and state
-    /// arrive. Set it longer than the source's [`control_limit`], because the source has to notice
-    /// the loss too.
+    /// arrive. Set it longer than the source's [`control_limit`], which begins only when the source
+    /// notices the loss.
     ///
     /// [`control_limit`]: crate::engine::source::OptionsBuilder::control_limit
     #[cfg(feature = "unstable-internals")]
@@ -159,8 +159,9 @@ impl OptionsBuilder {
     }
 
     /// The session ends if the source sends no chunk, mark or new control message for this long,
-    /// even if it answers pings. The limit exists because no other source can move a VM here during
-    /// the session. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
+    /// even if it answers pings. The limit exists because during a session its
+    /// [`Incoming`](super::Incoming), or its clone of a [`Listener`](super::Listener), can receive
+    /// no other VM. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
     /// than [`SourceVm::hold`](crate::engine::vmm::SourceVm::hold) may block at the source.
     /// Default: 300 s.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {

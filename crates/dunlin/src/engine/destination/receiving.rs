@@ -131,7 +131,7 @@ impl<'a> Receiving<'a> {
             control, attempt, ..
         } = &self.arriving;
         if attempt.state != Destination::Loading {
-            // The source has inquired in the meantime, and the answer was *aborted*.
+            // The source has inquired in the meantime, which has ended the attempt.
             return Ok(None);
         }
         let digest = control

@@ -1,7 +1,8 @@
 //! Replacement of a control lane that is lost while memory and state arrive.
 //!
-//! The source opens a new control lane with a higher epoch. On it, both sides repeat what the old
-//! lane may not have delivered: acknowledgements, and messages that a lane is up.
+//! The source opens a new control lane with a higher epoch. On it, each side repeats the messages
+//! that were possibly lost with the old lane: the destination its acknowledgements and *lane up*,
+//! the source its unanswered *fence* requests.
 
 use std::mem;
 
@@ -91,7 +92,7 @@ impl Arriving<'_> {
             return Err(refusal(FaultCode::WrongIdentity, text));
         }
         if offer.attempt != ours.attempt || offer.epoch <= ours.epoch {
-            let text = "the offer is for another attempt, or its epoch is not newer";
+            let text = "the offer is for another attempt, or its epoch is not above the last one";
             return Err(refusal(FaultCode::Malformed, text));
         }
         // If the source's process has died, the process that asks has only the record, which does
@@ -99,7 +100,7 @@ impl Arriving<'_> {
         select(offer, &INQUIRIES)
     }
 
-    /// Repeats what the old control lane may not have delivered.
+    /// Repeats the messages that were possibly lost with the old control lane.
     fn repeat(&mut self) -> Result<(), Fault> {
         let (open, (sets, reached)) = self
             .lanes

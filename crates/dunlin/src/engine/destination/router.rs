@@ -98,7 +98,7 @@ impl Router {
     pub(super) fn join(&self) {
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
-            // Ignore a panic of the thread, because the listener must be closed in any case.
+            // Ignore the result: only the end of the thread matters, and a panic ends it too.
             let _ = thread.join();
         }
     }
@@ -143,7 +143,8 @@ impl Router {
                     None => table.reject(turn_away(arrival, "no such session is in progress")),
                 }
             }
-            // A session without lanes would wait for them in vain.
+            // Inform every session, because a session without a lane would otherwise wait for one
+            // in vain.
             Arrival::Starved(error) => {
                 let again = || io::Error::new(error.kind(), error.to_string());
                 for inbox in lock(&self.table).inboxes() {
@@ -184,7 +185,8 @@ impl Router {
     pub(super) fn answer(&self, stream: ControlStream, offer: &Offer) {
         let peer = peer_of(&stream);
         lock(&self.table).tell(DestinationEvent::Inquired { peer: peer.clone() });
-        // Release the lock before the table is locked: `hold` locks them in the other order.
+        // Release the lock of `answers` before `reject` locks the table, because `hold` locks the
+        // table first.
         let begun = lock(&self.answers).begin(stream, offer);
         if let Err(refusal) = begun {
             self.reject(format!("inquiry from {peer}: {refusal}"));

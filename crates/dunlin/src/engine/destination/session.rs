@@ -267,8 +267,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Notes that the session is about the VM with this UUID. Returns false if another session of
-    /// the same listener is about it. `peer` is the source.
+    /// Assigns the VM with this UUID to the session. Returns false if another session of the same
+    /// listener already has the VM. `peer` is the source.
     pub(super) fn describe(&self, vm: [u8; 16], peer: &PeerIdentity) -> bool {
         match &self.accepts {
             Accepts::Own { .. } => true,

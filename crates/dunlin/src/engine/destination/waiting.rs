@@ -84,7 +84,7 @@ impl<'a> Describing<'a> {
         {
             return Err(Fault::new(
                 FaultCode::Busy,
-                "this VM arrives in another session already",
+                "this VM is already arriving in another session",
             ));
         }
         if u64::from(page_bytes) != PAGE_BYTES {
@@ -255,7 +255,7 @@ fn negotiate(
     let begun = answer.and_then(|(offer, selection)| {
         let refusal = || Refusal {
             fault: FaultCode::Busy,
-            text: "the session is in progress already".into(),
+            text: "the session is already in progress".into(),
         };
         let begun = session.begin(offer.session).then_some((offer, selection));
         begun.ok_or_else(refusal)
