@@ -19,8 +19,8 @@ use super::super::tune::{Tune, TuneError};
 use super::connection::Connection;
 use super::sync;
 
-/// Limits that never expire, and no delay between attempts, because the scenarios always pass the
-/// time 0.
+/// Limits that never expire, and no delay between attempts to open a lane, because the scenarios
+/// always pass the time 0.
 pub(super) const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 1 << 60,
     open_ns: 1 << 60,
