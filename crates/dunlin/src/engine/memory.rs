@@ -115,8 +115,8 @@ impl DirtyLog for OwnWrites {
 
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for (index, region) in self.memory.iter().enumerate() {
-            // Only the mapping's own bitmap can be reset, so do not use the slice view that the
-            // trait returns.
+            // Only the mapping's own bitmap can be reset. `GuestMemoryRegion::bitmap` returns a
+            // slice of it, so call the mapping's method instead.
             let bitmap: &AtomicBitmap = std::ops::Deref::deref(region).bitmap();
             found(index, &bitmap.get_and_reset());
         }

@@ -395,7 +395,7 @@ impl Answering {
         let held = answers.hold(record, Arc::new(Accepting(stop)));
         let body = move || {
             let text = "the destination's process has already received a VM";
-            // If the listener fails, inquiries stay unanswered and the source stays in
+            // If the listener fails, inquiries stay unanswered, and a source in doubt stays in
             // doubt.
             let _ = answers.serve(&listener, &tls, &stopped, text);
         };
@@ -424,7 +424,7 @@ impl Answering {
     /// answer that the VM died.
     ///
     /// # Errors
-    /// The record cannot be written. It remains *running*.
+    /// The record could not be written and synced, so it may still say *running*.
     pub fn moved_on(self) -> Result<(), JournalError> {
         let journal = lock(&self.held).outcome.journal.take();
         let moved_on = State::Destination(DestinationRecord::MovedOn);

@@ -159,8 +159,8 @@ impl<'a> Arriving<'a> {
                     .warn("too late to cancel: the VM is here".into());
             }
             // These actions need no code here. `resume_control` closes old control lanes when it
-            // adopts a new one, `Settled` removes the record of a *released* session, and each
-            // phase executes its own actions.
+            // adopts a new one, `Settled` removes the record of a *released* session, `perform`
+            // drains, and the phases execute the others.
             Do::CloseOld
             | Do::Forget
             | Do::Drain

@@ -185,7 +185,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// The next event, or `None` at `until`. Replaces messages of earlier control lanes by
+    /// The next event, or `None` at `until`. Replaces messages of earlier control lanes with
     /// [`SessionEvent::Tended`]. A failed listener ends the session.
     pub(super) fn receive(
         &mut self,

@@ -247,7 +247,8 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Reads the peer block. A file that ends before the block comes from a release without peer blocks.
+/// Reads the peer block. A file that ends before the block is treated as one from a release without
+/// peer blocks.
 fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     if file.metadata()?.len() <= SLOTS_BYTES as u64 {
         return Ok(RecordedPeer::BeforeBlocks);
@@ -260,7 +261,7 @@ fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     }
 }
 
-/// Reads both slots; the missing part of a short file counts as zeros.
+/// Reads both slots. The missing part of a short file is read as zeros.
 fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
     let mut bytes = Vec::with_capacity(SLOTS_BYTES);
     let mut whole = file.take(SLOTS_BYTES as u64);

@@ -193,13 +193,13 @@ impl Doubt {
                 let written = self.journal.write(State::Source(record));
                 return Ok(Some(written.map(|()| On::Recorded)));
             }
-            // Ignore an error: if the older record remains, it is just as safe.
+            // Ignore an error, because the older record is just as safe as the new one.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),
             (Do::ResumeGuest, Some(vm)) => self.resume(vm)?,
             (Do::DestroyCopy, Some(vm)) => vm.destroy(),
             (Do::SendRelease, _) => {
                 if let Some(lane) = lane {
-                    // The destination runs the VM in any case. If this message is lost, the
+                    // The destination has the VM in any case. If this message is lost, the
                     // destination keeps its record.
                     let _ = lane.send(&Message::Release);
                 }

@@ -120,7 +120,7 @@ impl Session<'_> {
                 let _ = self.control.lane.send(&Message::Cancel { fault, text });
             }
             Do::AskOperator => self.vm_is = VmIs::RanThenDied,
-            // The destination runs the VM; the source does not depend on the delivery of this
+            // The destination has the VM; the source does not depend on the delivery of this
             // message.
             Do::SendRelease => drop(self.control.lane.send(&Message::Release)),
             Do::RefuseTooLate => {
