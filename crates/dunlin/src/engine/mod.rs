@@ -13,7 +13,8 @@
 //! bytes. A VMM implements the traits of [`vmm`].
 //!
 //! - *lane*: one authenticated TCP connection. The control lane carries messages, the data
-//!   lanes carry memory in *chunks* of at most 256 KiB; a *mark* separates two iterations.
+//!   lanes carry memory in *chunks* with at most 256 KiB of page content; a *mark* separates two
+//!   iterations.
 //! - *iteration* or *pass*: sending each page that is dirty at its start. The first sends all of the
 //!   guest's memory. Pre-copy consists of the iterations during which the guest runs. The *last pass*
 //!   sends the remaining pages while the guest is paused.

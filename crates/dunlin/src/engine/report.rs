@@ -13,7 +13,7 @@ pub struct Traffic {
     pub raw_pages: u64,
     /// Guest pages that were all zero and were sent as ranges, without content.
     pub zero_pages: u64,
-    /// Headers and ranges of chunks, marks and end frames.
+    /// Bytes of chunk headers with their ranges, of marks and of end frames.
     pub header_bytes: u64,
     /// Bytes that the data lanes wrote to their sockets after they were opened, including the
     /// overhead of encryption.

@@ -175,7 +175,9 @@ pub trait SourceVm: Send + Sync {
     /// paused the guest.
     ///
     /// # Errors
-    /// The guest stays paused. The error is reported to the caller.
+    /// The guest stays paused. A migration reports the error as a warning and ends with
+    /// [`VmIs::StuckAtSource`](crate::engine::VmIs::StuckAtSource). A
+    /// [`Doubt`](crate::engine::source::Doubt) returns the error.
     fn resume(&self) -> Result<(), VmmError>;
 
     /// Slows the guest so that it dirties memory at about (100 − `percent`) % of its normal rate; 0
@@ -212,7 +214,7 @@ pub trait SourceVm: Send + Sync {
     /// the source.
     ///
     /// # Errors
-    /// The guest stays paused. The error is reported to the caller.
+    /// The guest stays paused. The error is reported as that of [`SourceVm::resume`].
     fn reactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }

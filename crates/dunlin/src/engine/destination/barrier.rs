@@ -3,8 +3,8 @@
 //! The session's thread and the lane threads share the state of the lanes: which lanes are open,
 //! which marks they have reached, and what must be acknowledged. The barrier's lock guards that
 //! state. A lane at a mark waits until every other lane has reached the mark, has ended or is fenced.
-//! The wait also ends if the lane itself is fenced or the session ends. `engine/interleavings` checks, in many orders of the threads, that no lane passes
-//! a mark too early or misses its wake-up.
+//! The wait also ends if the lane itself is fenced or the session ends. `engine/interleavings`
+//! checks, in many orders of the threads, that no lane passes a mark too early or misses its wake-up.
 
 use std::collections::BTreeMap;
 

@@ -37,7 +37,7 @@ use super::refusal::{peer_of, refuse, turn_away};
 /// The listener's thread, and the sessions that it serves.
 pub(super) struct Router {
     table: Mutex<Table>,
-    /// Answers to inquiries, also about the VMs that have arrived.
+    /// Answers to inquiries, including those about VMs that have arrived.
     answers: Mutex<Answers>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// The rate cap of all sessions, if there is one.
@@ -217,7 +217,7 @@ impl Router {
         }
     }
 
-    /// The queue of the session that now waits in `slot`; its events go to `sender`.
+    /// Registers a session that waits in `slot`. Returns the queue; its events go to `sender`.
     pub(super) fn wait(&self, slot: u64, sender: Sender<SessionEvent>) -> Result<Inbox, Fault> {
         let mut table = lock(&self.table);
         if let Some(why) = &table.failed {

@@ -132,8 +132,8 @@ impl<'a> Committed<'a> {
             }
             Message::Answer { attempt, verdict } => {
                 if verdict != Verdict::Aborted {
-                    // If the destination has not aborted, the loss of the control lane is not the
-                    // reason for the outcome.
+                    // The loss of the control lane explains only an aborted migration. Drop this
+                    // fault for any other outcome.
                     session.fault = None;
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)
