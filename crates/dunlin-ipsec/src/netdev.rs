@@ -24,8 +24,8 @@ use dunlin_lane::kernel::Device;
 /// Returns the device on which a connection's segments leave now.
 ///
 /// # Errors
-/// Errors from the kernel: the process may not be allowed to open netlink sockets, or the
-/// route may be gone.
+/// Errors from the kernel, for example if the process is not allowed to open netlink sockets, or if
+/// no route leads to the peer.
 pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
     let name = name_of(connection)?;
     let features = features(connection, &name).unwrap_or_default();
@@ -86,7 +86,7 @@ mod tests {
 
     use super::*;
 
-    /// This test checks nothing if the process may not open netlink sockets.
+    /// This test checks nothing if the process is not allowed to open netlink sockets.
     #[test]
     fn a_local_connection_uses_the_loopback_device_which_seals_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

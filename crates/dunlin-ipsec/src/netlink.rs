@@ -64,8 +64,8 @@ impl Link {
     /// Opens a socket in the calling thread's network namespace.
     ///
     /// # Errors
-    /// Errors from socket(2): the process may not be allowed to open netlink sockets, or not those
-    /// of this protocol.
+    /// Errors from the kernel, for example if the process is not allowed to open netlink sockets of
+    /// this protocol.
     pub(crate) fn open(protocol: libc::c_int) -> io::Result<Self> {
         let mut socket = Socket::new(protocol as isize)?;
         socket.bind_auto()?;
@@ -184,8 +184,8 @@ impl Answers {
 /// `fixed_bytes` bytes.
 ///
 /// # Errors
-/// Errors from socket(2) (the process may not be allowed to open netlink sockets) and from the
-/// kernel; `InvalidData` for a malformed answer.
+/// Errors from socket(2), for example if the process is not allowed to open netlink sockets, and
+/// from the kernel; `InvalidData` for a malformed answer.
 pub(crate) fn ask(
     protocol: libc::c_int,
     request: Request,

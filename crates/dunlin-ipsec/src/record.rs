@@ -14,7 +14,7 @@
 //! ```
 //!
 //! A `+` line is synced before the kernel installs the object. A `-` line is written when the
-//! object is removed or could not be installed. `heir` means that the session's policies replaced
+//! object is removed or could not be installed. `heir` means that the session's policies replace
 //! those of an earlier session that had protected the ports. `ended` means that the owner requested
 //! the end of the session. `about` describes the owner ([`Owner`]). Only the last line can be
 //! truncated, and then nothing was installed for it. A record of an earlier boot is void, because
@@ -236,8 +236,7 @@ impl Record {
         self.has_ended || !self.has_protected()
     }
 
-    /// Records that the session's policies replaced those of a session that had protected the
-    /// ports.
+    /// Records that the session's policies replace those of a session that had protected the ports.
     pub(super) fn inherit(&mut self) -> Result<(), IpsecError> {
         self.is_heir = true;
         self.write(&format!("{HEIR}\n"))?;
@@ -262,8 +261,8 @@ impl Record {
             return Ok(());
         }
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
-        // Extend `objects` before the write, because a failed write may leave some of the objects
-        // in the file.
+        // Extend `objects` before the write: `compact` writes all objects in this list, and after a
+        // failed write or sync, the file may hold some of the new objects.
         self.objects.extend(new);
         if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
             return Ok(());
@@ -332,7 +331,7 @@ impl Record {
         if !is_locked(file.try_lock(), path)? {
             return Ok(None);
         }
-        // The process may have removed the file in the meantime.
+        // The process may have removed or replaced the file in the meantime.
         let links = file.metadata().map_err(io_error("read", path))?.nlink();
         Ok((links > 0).then(|| Self::new(file, path.to_owned())))
     }

@@ -35,7 +35,8 @@ pub struct Recorded {
 /// function changes neither the records nor the kernel's tables.
 ///
 /// # Errors
-/// The directory of records cannot be read.
+/// The directory of records or procfs cannot be read, another process holds the directory's lock
+/// for too long, or the kernel's tables cannot be opened.
 pub fn recorded(records: &Path) -> Result<Vec<Result<Recorded, IpsecError>>, IpsecError> {
     let Some(records) = RecordDirectory::existing(records) else {
         return Ok(Vec::new());

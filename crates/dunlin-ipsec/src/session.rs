@@ -174,7 +174,8 @@ impl Drop for Session {
 /// be removed.
 ///
 /// # Errors
-/// The directory of records cannot be read, or the kernel's tables cannot be opened.
+/// The directory of records is not usable, another process holds its lock for too long, or the
+/// kernel's tables cannot be opened.
 pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     clean_up_records(options, observer, &Record::is_free).map(drop)
 }
@@ -261,8 +262,9 @@ fn clean(
 /// ports unless connections use them.
 ///
 /// # Errors
-/// The kernel's tables cannot be read, or a record cannot be read; all other records are handled
-/// first.
+/// The directory of records is not usable, another process holds its lock for too long, or the
+/// kernel's tables cannot be opened. If a record cannot be read, or its policies and SAs cannot be
+/// removed, all other records are handled first.
 pub fn clean_up(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     clean_up_records(options, observer, &|_| true)?.map_or(Ok(()), Err)
 }

@@ -40,9 +40,9 @@ pub use dunlin_lane::kernel::{RecordEngine, RecordEngines};
 /// the socket has none, or the kernel reports it only with `CAP_NET_ADMIN` (before Linux 6.15).
 ///
 /// # Errors
-/// Errors from socket(2) (the process may not be allowed to open netlink sockets) and from netlink
-/// (`NotFound` if the kernel has no inet_diag or the connection is not in this network namespace);
-/// `InvalidData` for a malformed answer.
+/// Errors from socket(2), for example if the process is not allowed to open netlink sockets, and
+/// from netlink (`NotFound` if the kernel has no inet_diag or the connection is not in this network
+/// namespace); `InvalidData` for a malformed answer.
 pub fn record_engines(connection: &TcpStream) -> io::Result<Option<RecordEngines>> {
     let query = query(connection.local_addr()?, connection.peer_addr()?);
     let mut request = Request::new(SOCK_DIAG_BY_FAMILY, 0);
@@ -138,8 +138,8 @@ mod tests {
         }
     }
 
-    /// This checks nothing if the kernel has no inet_diag, or if the process may not open netlink
-    /// sockets.
+    /// This test checks nothing if the kernel has no inet_diag, or if the process is not allowed to
+    /// open netlink sockets.
     #[test]
     fn a_connection_without_tls_has_no_engines() {
         for address in ["127.0.0.1:0", "[::1]:0"] {

@@ -61,8 +61,8 @@ impl Tables {
         has.map_err(kernel("probing for ESP"))
     }
 
-    /// Returns whether the kernel stores the directions of SAs. Fails if `mode` requires SAs for
-    /// single CPUs and the kernel lacks them.
+    /// Returns whether the kernel stores the directions of SAs. Fails if `mode` requires an SA for
+    /// each CPU and the kernel does not support per-CPU SAs.
     pub(super) fn keeps_directions(&self, mode: Mode) -> Result<bool, IpsecError> {
         let probed = self.xfrm.probe();
         let held = probed.map_err(kernel("probing for CPUs and directions of SAs"))?;
@@ -257,8 +257,8 @@ impl Tables {
         if let Some(policy) = missing {
             return Err(IpsecError::Removed(policy.to_string()));
         }
-        // The list cannot be read while other programs change it quickly; the next check follows in
-        // a second.
+        // Ignore an error here: for example, other programs may change the list faster than it can
+        // be read. The next check follows in a second.
         let Ok(states) = self.xfrm.states() else {
             return Ok(());
         };

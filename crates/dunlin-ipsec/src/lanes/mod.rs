@@ -141,7 +141,7 @@ impl IpsecLanes {
     /// takes blocks of source ports from `options.ports`; the other side allows only ports in its
     /// own `options.ports`. `options.cpus` are the CPUs to which this side's lanes are pinned. If
     /// `options.cpus` is empty in mode cpu, all lanes use one SA. Removes the policies and SAs that
-    /// dead processes left.
+    /// dead processes left, except policies that must still block ports.
     ///
     /// # Errors
     /// The kernel lacks a feature, this process lacks a privilege, the range contains no block of
@@ -356,7 +356,8 @@ impl Shared {
 /// stay on the fallback SA.
 fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
-    // If this process may not use `cpu`, the CPU that sends the next packet looks up the route.
+    // If this process is not allowed to use `cpu`, the CPU that sends the next packet looks up the
+    // route.
     let there = pin_to(cpu as usize);
     let looked = refresh_route(connection).and_then(|()| match there {
         Ok(()) => send_window(connection),

@@ -258,7 +258,7 @@ fn a_damaged_record_is_reported_and_kept() {
         matches!(error, IpsecError::Unreadable { line: 3, .. }),
         "{error}"
     );
-    // A file without a line, longer than any header.
+    // A file without a line break, longer than any header.
     fs::write(&path, [b'x'; 300]).unwrap();
     let error = directory.records().left().unwrap().remove(0).unwrap_err();
     assert!(
@@ -325,7 +325,7 @@ fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
         "reading does not take over the record"
     );
     record.gone(&inbound).unwrap();
-    // An incomplete line does not count.
+    // An incomplete line is ignored.
     let path = record.path().to_owned();
     let mut file = OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(format!("+ {outbound}").as_bytes()).unwrap();

@@ -111,7 +111,8 @@ impl Driver {
 
     /// Returns the policies that earlier sessions with this peer left on some of these ports, after
     /// their process or control connection died. Removes the SAs of these sessions, but not the
-    /// policies that block ports. The records of sessions on other ports stay as they are.
+    /// policies that block ports. Leaves the policies, SAs and records of sessions on other ports
+    /// in place.
     fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
         for record in self.records.left()? {

@@ -32,8 +32,9 @@ use dunlin_lane::sync::lock;
 const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long an outbound SA of the previous epoch stays installed, for packets that were sealed
-/// while the policies were switched. This time is shorter than the peer's [`GRACE`].
+/// How long an outbound SA of the previous epoch stays installed, for packets for which the kernel
+/// had already selected this SA when the policies were switched. This time is shorter than the
+/// peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer has stopped using it, for packets that are still on
 /// their way.
@@ -228,7 +229,8 @@ impl Driver {
         Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
-    /// Handles what depends on time: timeouts, new and closed connections, delayed steps.
+    /// Handles what depends on time: timeouts, checks of the installed policies and SAs, delayed
+    /// steps, rekeys, and new and closed connections.
     fn look_around(&mut self) -> Result<(), IpsecError> {
         let now = Instant::now();
         if let Sending::Failed(error, since) = &mut self.sending

@@ -155,8 +155,8 @@ mod tests {
         }
     }
 
-    /// This checks nothing if the kernel has no inet_diag, or if the process may not open netlink
-    /// sockets.
+    /// This test checks nothing if the kernel has no inet_diag, or if the process is not allowed to
+    /// open netlink sockets.
     #[test]
     fn the_kernel_lists_a_connection_by_its_state() {
         const ESTABLISHED: u8 = TcpConnection::ESTABLISHED;

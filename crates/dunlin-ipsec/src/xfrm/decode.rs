@@ -55,7 +55,7 @@ pub(super) fn state(body: &[u8]) -> Result<Option<Installed>, &'static str> {
             integrity_failed: fixed.stats.integrity_failed,
         },
     };
-    // For other kinds of algorithms, only their presence is recorded.
+    // For algorithms other than AEAD, only their presence is recorded.
     let other = |name: &str| Algorithm {
         name: name.to_owned(),
         key_bits: 0,

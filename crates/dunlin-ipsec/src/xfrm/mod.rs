@@ -5,8 +5,9 @@
 //! This module creates only one kind of SA: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
 //! (`XFRMA_SA_PCPU`, Linux 6.13): a lookup on this CPU prefers that SA to an SA without a CPU, and
-//! a lookup on another CPU does not find it. Receiving uses only the SPI, on any CPU.
-//! docs/decisions/0013-sas-without-a-daemon.md has the tests of the kernel's behaviour.
+//! a lookup on another CPU does not find it. The kernel finds the SA of an inbound packet by
+//! destination and SPI, on any CPU. docs/decisions/0013-sas-without-a-daemon.md has the tests of
+//! the kernel's behaviour.
 //!
 //! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; no function
 //!   flushes the tables
@@ -61,7 +62,7 @@ impl Xfrm {
     /// Opens a socket in the calling thread's network namespace.
     ///
     /// # Errors
-    /// [`Error::Absent`], [`Error::NotPermitted`], or an error of socket(2).
+    /// [`Error::Absent`], [`Error::NotPermitted`], and other errors of the socket or the kernel.
     pub fn open() -> Result<Self, Error> {
         let link =
             Link::open(libc::NETLINK_XFRM).map_err(|source| match source.raw_os_error() {
@@ -165,7 +166,8 @@ impl Xfrm {
     ///
     /// # Errors
     /// [`Error::Taken`] if a policy with the same selector and direction exists, regardless of its
-    /// action and priority: the kernel keeps only one.
+    /// action and priority: the kernel keeps only one. [`Error::NotPermitted`], and other errors of
+    /// the kernel.
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
