@@ -162,7 +162,8 @@ fn accept_for(
 
 /// The result of one round of accepting.
 enum Round {
-    /// No connection is waiting, or this round has accepted [`ACCEPTS_PER_ROUND`] connections.
+    /// accept(2) returned no connection, or this round has accepted [`ACCEPTS_PER_ROUND`]
+    /// connections.
     All,
     /// Descriptors or memory ran out. Holds the kernel's error if no connection is pending; `None`
     /// if a pending connection was evicted, or is still too young to be evicted.

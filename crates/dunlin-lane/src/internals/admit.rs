@@ -19,7 +19,7 @@ pub trait LaneAcceptor: Send + Sync {
     /// peer.
     ///
     /// # Errors
-    /// [`AdmitError`], for example if the lane lacks the agreed protection or is not from the
+    /// [`AdmitError`], for example if the lane does not have the agreed security or is not from the
     /// session's peer. The connection is closed.
     fn admit(
         &self,
@@ -35,13 +35,14 @@ pub enum AdmitError {
     /// The peer's certificate is allowed, but the peer is not the session's peer.
     #[error("the lane is not from the session's peer")]
     OtherPeer,
-    /// The lane lacks the protection that the two hosts agreed on.
+    /// The lane does not have the security on which the two hosts agreed.
     #[error("the lane does not use the agreed security, {agreed}")]
     OtherSecurity {
-        /// The agreed protection.
+        /// The agreed security.
         agreed: LaneSecurity,
     },
-    /// IPsec was agreed on, but IPsec does not protect the lane's packets.
+    /// The two hosts agreed on IPsec, but IPsec does not protect the lane's packets, or the lane's
+    /// connection cannot be checked.
     #[error("IPsec does not protect the lane: {0}")]
     NotSealed(Box<dyn Error + Send + Sync>),
     /// The lane's socket cannot be set up.

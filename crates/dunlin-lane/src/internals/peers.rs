@@ -221,12 +221,12 @@ impl Peers {
         })
     }
 
-    /// Returns the reason why the holder of `leaf` may connect. The caller must have verified the
+    /// Returns the reason why the holder of `leaf` is allowed. The caller must have verified the
     /// chain of `leaf`, except if `leaf` is pinned.
     ///
     /// # Errors
-    /// [`PeerRefused`] if the holder may not connect. A certificate that cannot be parsed carries
-    /// no names.
+    /// [`PeerRefused`] if the holder is not allowed. A certificate that cannot be parsed carries no
+    /// names.
     pub(super) fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
         let Self::OneOf(allowed) = self else {
             return Ok(AuthorisedBy::Authority);

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | version | 1.3 only |
 //! | suites | those of [`Crypto`], by default AES-256-GCM first |
-//! | key exchange | X25519MLKEM768, then X25519; X25519 only with ring ([`provider`](super::provider)) |
+//! | key exchange | X25519MLKEM768, then X25519; only X25519 in a build without aws-lc-rs ([`provider`](super::provider)) |
 //! | certificates | required from both sides, same check for both (`trust`) |
 //! | protocol | [`ALPN`], required from both sides: identifies TLS peers that are not Dunlin |
 //! | resumption, tickets, early data | off, so every lane is fully authenticated |

@@ -7,8 +7,9 @@
 //! pages are not copied. [`SealHalf`] and [`OpenHalf`] count their own records and are independent
 //! of each other, so they can belong to two threads.
 //!
-//! Keys are not updated. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a
-//! lane is replaced before that, see [`RECORD_LIMIT`]. A peer that requests new keys ends the lane.
+//! Keys are not updated. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one
+//! key; a lane is replaced before that, see [`RECORD_LIMIT`]. A peer that requests new keys ends
+//! the lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -36,10 +37,10 @@ pub const RECORD_BYTES: usize = CONTENT_BYTES + OVERHEAD_BYTES;
 pub const RECEIVED_RECORD_BYTES: usize = HEADER_BYTES + CONTENT_BYTES + 256;
 /// A sealed close_notify.
 pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
-/// Maximum number of data records under one key in one direction. 2^24 full AES-GCM records keep an
-/// attacker's advantage near 2^-57 (RFC 8446, section 5.5). With 16 KiB in each record that is 256
-/// GiB of content. The lane is replaced before it reaches the limit. ChaCha20-Poly1305 does not
-/// need a limit but has the same one, so that peers behave the same with every suite.
+/// Maximum number of data records under one key in one direction. Up to about 2^24.5 full AES-GCM
+/// records keep an attacker's advantage near 2^-57 (RFC 8446, section 5.5). 2^24 records of 16 KiB
+/// hold 256 GiB of content. The lane is replaced before it reaches the limit. ChaCha20-Poly1305
+/// does not need a limit but has the same one, so that peers behave the same with every suite.
 pub const RECORD_LIMIT: u64 = 1 << 24;
 
 pub(super) const TAG_BYTES: usize = 16;

@@ -172,8 +172,9 @@ impl DataReceiver {
     }
 
     /// Fills `header` with the beginning of the next frame; returns false if the peer closed the
-    /// lane cleanly. Waits without limit, or for `idle_limit` (in steps of the stall limit). On a
-    /// plain lane, the connection may end between any two frames, and this counts as a clean close.
+    /// lane cleanly. Waits without limit, or until `idle_limit` has passed, which is checked only
+    /// once per stall limit. On a plain lane, an end of the connection between two frames counts as
+    /// a clean close.
     ///
     /// # Errors
     /// [`ReceiveError`].

@@ -8,7 +8,8 @@
 use super::{DataReceiver, DataSender, ReceiveError, SendError};
 
 impl DataSender {
-    /// Makes this end, which dialled, a receiver. It has sent only the lane's first message.
+    /// Makes this end, which dialled, a receiver. Call this after this end has sent the lane's
+    /// first message, and before any frame.
     ///
     /// # Errors
     /// The socket's options cannot be set.
@@ -22,7 +23,8 @@ impl DataReceiver {
     /// Makes this end, which accepted the connection, a sender.
     ///
     /// # Errors
-    /// [`SendError::Spent`] if a frame has been received, or the socket's options cannot be set.
+    /// [`SendError::Spent`] if this end has already read from the connection, or the socket's
+    /// options cannot be set.
     #[cfg(feature = "unstable-internals")]
     pub fn into_sender(self) -> Result<DataSender, SendError> {
         DataSender::of(self.into_end().ok_or(SendError::Spent)?)
