@@ -45,7 +45,7 @@ pub enum LaneError {
     #[error("no keying session for a lane")]
     Session(#[from] IpsecError),
     /// Another peer answers at the endpoint of the lane.
-    #[error("the peer at {to} is not that of the control lane: check this address")]
+    #[error("the peer at {to} is not the peer of the control lane: check this address")]
     OtherPeer {
         /// The endpoint.
         to: String,
@@ -171,7 +171,7 @@ impl LaneGuard for LaneHold {
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
             && let Some(stream) = self.0.stream.get()
         {
-            // If this fails, the next comparison of counters reports the lane again.
+            // If this fails, the next comparison of counters marks the lane again.
             let _ = refresh_route(stream);
         }
     }
@@ -297,7 +297,7 @@ impl LaneSession {
     }
 
     /// Waits for the SA of `sender`. Returns whether the SA was installed in time. Does not wait if
-    /// an earlier wait for the SA of the same CPU was in vain.
+    /// an earlier wait for the SA of the same CPU has timed out.
     fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {

@@ -2,9 +2,9 @@
 //! TLS and plain lanes.
 //!
 //! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It gets its TCP
-//! connections from a [`Connector`], so a process that may not open sockets can have another
-//! process supply them. The request's [`DialCancel`] interrupts name resolution, connecting and the
-//! handshake.
+//! connections from a [`Connector`], so a process that is not allowed to open sockets can get them
+//! from another process. The request's [`DialCancel`] interrupts name resolution, connecting and
+//! the handshake.
 
 use crate::internals::sync::lock;
 use std::io;
@@ -160,7 +160,7 @@ pub enum DialError {
         source: HandshakeError,
     },
     /// Another allowed peer answered, not the peer of the control lane.
-    #[error("the peer at {endpoint} is not that of the control lane: check this address")]
+    #[error("the peer at {endpoint} is not the peer of the control lane: check this address")]
     OtherPeer {
         /// Host and port.
         endpoint: String,

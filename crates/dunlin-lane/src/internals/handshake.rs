@@ -407,7 +407,8 @@ pub(super) fn records(
         && kernel::prepare(stream, parameters.suite, Version::V1_3)?
     {
         kernel::give(stream, &secrets, Version::V1_3)?;
-        // Dunlin sends no padding. Without this option the kernel copies each record once more.
+        // Dunlin sends no padding. Without this option the kernel makes an additional copy of each
+        // record.
         let _ = ktls::expect_no_padding(stream);
         let (sent, _) = secrets.tx;
         return Ok(Records::Kernel(InKernel { sent }));

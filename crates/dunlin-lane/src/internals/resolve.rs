@@ -16,7 +16,7 @@ use dunlin_proto::limits::MAX_LANES;
 
 /// Maximum number of lookups that run at the same time in this process, each on a thread. All lanes
 /// of a session may look up their host simultaneously. A lookup that its caller has abandoned
-/// counts until the resolver returns.
+/// counts towards this limit until the resolver returns.
 pub const LOOKUPS_MAX: usize = MAX_LANES as usize;
 
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
@@ -39,7 +39,8 @@ pub fn endpoint(endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<
 ///
 /// # Errors
 /// The resolver's error, `TimedOut` if the deadline passed, `ConnectionAborted` if `stop` became
-/// readable, or `ResourceBusy` if [`LOOKUPS_MAX`] lookups are running.
+/// readable, or `ResourceBusy` if [`LOOKUPS_MAX`] lookups are running. Also an error of the system
+/// if it has no free descriptor or thread.
 pub fn host(
     host: &str,
     port: u16,

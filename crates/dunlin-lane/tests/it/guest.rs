@@ -33,7 +33,7 @@ fn bytes_of(slice: &VolatileSlice<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A source in which all pages differ, and a destination filled with [`UNTOUCHED`].
+/// A source in which no two pages are equal, and a destination filled with [`UNTOUCHED`].
 fn guests() -> (GuestMemoryMmap, GuestMemoryMmap) {
     let (source, target) = (memory(), memory());
     slice(&source, 0, GUEST_PAGES).copy_from(&pattern(GUEST_PAGES * PAGE_BYTES, 5));

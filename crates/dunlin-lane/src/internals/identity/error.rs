@@ -90,7 +90,7 @@ pub enum IdentityErrorKind {
         path: PathBuf,
     },
     /// A file contains malformed PEM.
-    #[error("{} is not valid PEM ({source}): restore the file", path.display())]
+    #[error("{} is not valid PEM ({source}): replace the file", path.display())]
     BadPem {
         /// The file.
         path: PathBuf,

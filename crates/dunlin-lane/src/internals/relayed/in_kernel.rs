@@ -133,7 +133,7 @@ impl Sealing {
         self.keys.limit.store(limit, Ordering::Relaxed);
     }
 
-    /// Whether a TLS message should be sent although there is no data.
+    /// Whether a request for the peer's next key should be sent now, even without data to send.
     ///
     /// Nothing may be sent after the close of a direction, because the peer would reset the
     /// connection, and the reset would discard data in transit to this side.
