@@ -294,7 +294,8 @@ impl Site {
         let peer = control.peer().principal();
         let theirs = held.iter().filter(|one| one.identity.is(&peer));
         if held.len() >= SESSIONS || theirs.count() >= OF_ONE_PEER {
-            let text = "session limit reached, in total or with one peer: end one, or try later";
+            let text =
+                "session limit reached, in total or with one peer: end a session, or try later";
             return Err(refuse(FaultCode::Busy, text));
         }
         Ok((offer.session, selection))

@@ -128,8 +128,8 @@ pub enum IpsecError {
     CoversControl(u16),
     /// The session would block the control connection of another session.
     #[error(
-        "port {port} is that of the control connection of another session between these hosts (ports \
-         {ports}, process {pid}). The new session would block it: choose ports without {port}"
+        "port {port} belongs to the control connection of another session between these hosts (ports \
+         {ports}, process {pid}), which the new session would block: choose ports without {port}"
     )]
     CoversOther {
         /// The port.
@@ -241,7 +241,8 @@ impl IpsecError {
         move |source| Self::Resources { what, source }
     }
 
-    /// The fault code that is sent to the peer. It also identifies the side at fault.
+    /// The fault code, which identifies the side at fault. If the error ends a session, this side
+    /// sends the code to the peer.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         match self {

@@ -27,7 +27,7 @@ pub enum Event {
         connections: usize,
     },
     /// The ports stay blocked after a session, and no process waits to free them. The reason is
-    /// that no owner requested the end, or that connections still use the ports.
+    /// that neither side requested the end, or that connections still use the ports.
     Left {
         /// The record with which a later process frees the ports.
         record: PathBuf,

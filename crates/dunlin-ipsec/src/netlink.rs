@@ -200,7 +200,7 @@ pub(crate) fn ask(
     attributes.ok_or(io::ErrorKind::InvalidData.into())
 }
 
-/// Returns the first attribute of a kind.
+/// Returns the value of the first attribute of the kind `wanted`.
 pub(crate) fn attribute(attributes: &[u8], wanted: u16) -> Option<&[u8]> {
     let attribute = NlasIterator::new(attributes)
         .map_while(Result::ok)

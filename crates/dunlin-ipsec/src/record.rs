@@ -213,7 +213,7 @@ impl Record {
         self.write(&line)
     }
 
-    /// The objects that may be installed.
+    /// The objects that are possibly installed.
     pub(super) fn objects(&self) -> &[Object] {
         &self.objects
     }

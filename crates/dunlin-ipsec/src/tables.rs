@@ -460,6 +460,6 @@ fn kernel(doing: impl ToString) -> impl FnOnce(xfrm::Error) -> IpsecError {
 fn listen(listener: &Listener) -> Result<Arc<UdpSocket>, IpsecError> {
     let socket = udp::listen((listener.address, listener.port).into());
     socket.map_err(IpsecError::resources(
-        "the UDP port for ESP (another process may have it: choose another port)",
+        "the UDP port for ESP (if another process uses it, choose another port)",
     ))
 }

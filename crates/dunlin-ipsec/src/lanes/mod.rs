@@ -110,7 +110,7 @@ struct Answering {
     since: Instant,
 }
 
-/// Why a plain lane does not belong to a session.
+/// Why a plain lane is not accepted as a lane of a keying session.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NotProtected {

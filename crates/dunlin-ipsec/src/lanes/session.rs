@@ -27,7 +27,7 @@ use dunlin_lane::data::LaneGuard;
 use dunlin_lane::dial::LaneRequest;
 use dunlin_lane::sync::lock;
 
-/// How long to wait for a lane's own SA before the lane uses the fallback.
+/// How long to wait for a lane's own SA before the lane uses the fallback SA.
 const SA_LIMIT: Duration = Duration::from_secs(2);
 /// The number of consecutive checks that must find no connection before a session ends. One check
 /// is not enough: the kernel's list may omit a connection, and the last acknowledgement needs time

@@ -9,7 +9,7 @@ use super::shared::Command;
 use crate::error::IpsecError;
 use dunlin_lane::control::{ControlError, ControlStream};
 
-/// The timeout for the body of a message.
+/// The timeout for the first byte of a message's body.
 const REST: Duration = Duration::from_secs(10);
 
 /// The body of the thread. It reads a message only after the previous one has been handled, so that
@@ -28,7 +28,8 @@ pub(super) fn read(control: &ControlStream, commands: &Channel<Command>, handled
     }
 }
 
-/// Reads one message; `None` if nothing arrived for a long time or the message may be skipped.
+/// Reads one message. Returns `None` if nothing arrived for a long time, or if the message is one
+/// that this side can skip.
 fn receive(control: &ControlStream) -> Result<Option<Message>, IpsecError> {
     const LONG: Duration = Duration::from_secs(60);
     let mut bytes = [0; MESSAGE_HEADER_BYTES];

@@ -275,7 +275,7 @@ impl Xfrm {
         match added {
             Ok(()) => self.remove_state(&id).map(drop),
             // Another probe has installed the same SA, so the kernel has ESP. This probe must not
-            // remove the other's SA.
+            // remove the SA of the other probe.
             Err(Error::Taken { .. }) => Ok(()),
             Err(error) => Err(error),
         }

@@ -237,7 +237,7 @@ impl Network {
     }
 }
 
-/// A protocol number of the IANA's list.
+/// An IP protocol number, as assigned by the IANA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Protocol(pub u8);
 

@@ -134,7 +134,7 @@ pub struct Choice {
 /// module.
 ///
 /// # Errors
-/// [`Refused`], if the setting requires the kernel.
+/// [`Refused`], if the setting requires the kernel and the kernel cannot seal and open the records.
 pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
     if offload == Offload::Process {
         return Ok(process(&"as configured"));

@@ -184,7 +184,7 @@ impl Pin {
 }
 
 impl Peers {
-    /// The pin that allows the holder of `leaf`.
+    /// Returns a pin in this list that allows the holder of `leaf`.
     pub(super) fn pinned(&self, leaf: &CertificateDer<'_>) -> Option<Pin> {
         // A pin of the key stays valid after a renewal, so it takes precedence.
         let is_key = |pin: &&Pin| matches!(pin, Pin::Key(_));

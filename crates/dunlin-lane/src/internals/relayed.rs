@@ -2,8 +2,9 @@
 //! one for each direction.
 //!
 //! With [`session`], rustls seals and opens the records in this process. With [`in_kernel`], the
-//! kernel does, and this process handles only TLS's own messages. Lanes use neither of the two
-//! modules, because the peer of a lane is always Dunlin, which never renews keys.
+//! kernel seals and opens the records, and this process handles only TLS's own messages. Lanes use
+//! neither of the two modules, because the peer of a lane is always Dunlin, which never renews
+//! keys.
 
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -178,7 +178,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         // certificate matches the name too.
         (Some(vec![NAME]), vec![0, 1, 2, 6]),
         // A wildcard, or any peer, is allowed: a certificate matches only if it has exactly the
-        // names of the first one, because other hosts may share one of the names.
+        // names of the first certificate, because other hosts may share one of the names.
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {

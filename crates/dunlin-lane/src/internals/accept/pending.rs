@@ -102,7 +102,8 @@ impl Pending {
         }
     }
 
-    /// The time since the connection was accepted.
+    /// The time since the connection was accepted. Valid only until [`Self::linger`], which changes
+    /// the deadline.
     pub(super) fn age(&self) -> Duration {
         OPENING_DEADLINE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()))
     }

@@ -155,8 +155,8 @@ impl Greeting {
         }
     }
 
-    /// Reads the server name as soon as the hello is complete. The type of rustls that reads
-    /// records from a caller's buffer does not report the name.
+    /// Reads the server name as soon as the hello is complete. rustls does not report the name for
+    /// an [`UnbufferedServerConnection`].
     fn look_at_hello(&mut self) {
         let Some(hello) = &mut self.hello else { return };
         hello.extend_from_slice(&self.reading.record);

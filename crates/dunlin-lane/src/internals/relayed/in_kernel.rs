@@ -141,7 +141,7 @@ impl Sealing {
         !self.is_closed && self.keys.asking.load(Ordering::SeqCst)
     }
 
-    /// Counts `bytes` written to the kernel by one call.
+    /// Counts the records for the `bytes` that one call wrote to the kernel.
     pub fn gave(&mut self, bytes: usize) {
         self.records += records_of(bytes);
     }
@@ -194,7 +194,7 @@ impl Sealing {
 }
 
 impl Opening {
-    /// Counts `bytes` of data read from the kernel by one call.
+    /// Counts the record for the `bytes` of data that one call read from the kernel.
     ///
     /// # Errors
     /// [`RelayError`]; the data must not be used.
@@ -325,8 +325,8 @@ impl Opening {
     fn older(&mut self, content_type: u8, content: &[u8]) -> Result<Verdict, RelayError> {
         match (content_type, content) {
             (ALERT, [_, 0]) => Ok(Verdict::Closed),
-            // A warning, such as the refusal of a renegotiation, or a HelloRequest, which may be
-            // ignored (RFC 5246, section 7.4.1.1).
+            // Ignore a warning, such as the refusal of a renegotiation. Also ignore a HelloRequest,
+            // as RFC 5246, section 7.4.1.1, allows.
             (ALERT, [1, _]) | (HANDSHAKE, [0, 0, 0, 0]) => {
                 self.count_late().map(|()| Verdict::Nothing)
             }
