@@ -78,7 +78,7 @@ pub fn with_timeout<S: Stream>(stream: S) -> S {
 /// The next connection, limited by [`with_timeout`].
 ///
 /// # Panics
-/// No connection arrives within [`TIMEOUT`].
+/// No connection arrives within [`TIMEOUT`], or accept(2) fails.
 pub fn accepted<L: Listener>(listener: &L) -> L::Stream {
     let until = Instant::now() + TIMEOUT;
     loop {

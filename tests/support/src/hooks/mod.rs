@@ -167,7 +167,7 @@ pub struct Vm {
     /// Steps that fail.
     pub fail: Vec<&'static str>,
     pub hook: Option<Hook>,
-    /// The guest's run state, and the number of words it has written.
+    /// The guest's run state, and the number of steps in which it has written words ([`Self::step`]).
     guest: Mutex<(RunState, u64)>,
     /// The number of sections of [`SECTION_BYTES`] in the stream of device state.
     sections: u32,
@@ -446,8 +446,8 @@ impl Builder for Machines {
                 text: "16 huge pages are missing".into(),
             });
         }
-        // With the fault `destination memory`, the destination's region of device state has another
-        // length than the source's. The engine must detect the difference.
+        // With the fault `destination memory`, the destination's region of device state differs in
+        // length from the source's. The engine must detect the difference.
         let other = u32::from(self.fail.contains(&"destination memory")) * 2;
         let vm = Vm::new(self.sections + other, self.huge, &self.calls, &self.fail);
         self.built = Some(Arc::clone(&vm));

@@ -70,7 +70,7 @@ fn status_bytes(field: &str) -> u64 {
     kib * 1024
 }
 
-/// The resources that the process used before a lie.
+/// The resources that the process used before the peer lied.
 pub struct Before {
     pub files: usize,
     pub threads: usize,

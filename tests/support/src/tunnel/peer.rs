@@ -15,7 +15,7 @@ use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 
 use crate::lane::soon;
 
-/// The offer of a new trunk, or of a later control lane, in one of these versions.
+/// The offer for a new trunk, or for a later control lane of a trunk, with this range of versions.
 #[must_use]
 pub fn offer(versions: VersionRange, session: SessionId, epoch: u32) -> Offer {
     Offer {
