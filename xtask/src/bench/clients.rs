@@ -14,12 +14,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Args;
 
-/// The numbers of hostile clients that ask for metrics, send random bytes, send a wrong `Host`, and do
-/// not read.
+/// The numbers of hostile clients of each kind: clients that ask for metrics, that send random bytes,
+/// that send a wrong `Host`, and that do not read the answer.
 const HOSTILE: [usize; 4] = [8, 4, 4, 20];
 /// The time limit of a connection.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a client that does not read stays. `serve-status` closes its connection before that.
+/// How long a client that does not read keeps its connection open. `serve-status` closes it earlier.
 const STAY: Duration = Duration::from_secs(15);
 /// The pause after a failed connection.
 const RETRY: Duration = Duration::from_millis(1);
@@ -27,8 +27,8 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Arguments of the process with the clients.
 #[derive(Args, Debug)]
 pub struct ClientsOptions {
-    /// Many clients ask without pauses, do not read, or send what is not a request. Otherwise one client
-    /// reads metrics and JSON once a second.
+    /// Runs many clients that ask without pauses, do not read, or send what is not a request. Without
+    /// this flag, one client reads metrics and JSON once a second.
     #[arg(long)]
     hostile: bool,
     /// The address of `dunlin serve-status`.
@@ -148,7 +148,7 @@ impl Clients {
             own.as_path()
         });
         if hostile {
-            // Clients on another host would not take CPU time from this one.
+            // Schedule hostile clients as idle: on another host, they would take no CPU time from this one.
             command.args(["--idle", "0"]).arg(&own);
         }
         command.args(["bench", "clients", &to.to_string()]);

@@ -43,8 +43,8 @@ pub(super) enum Variant {
 }
 
 impl Variant {
-    /// Whether the variant carries bytes from one host to another, encrypted and
-    /// authenticated.
+    /// Whether the variant is a tunnel: two programs beside the hypervisors that carry bytes from one
+    /// host to another, encrypted and authenticated.
     pub(super) fn is_tunnel(self) -> bool {
         !matches!(
             self,

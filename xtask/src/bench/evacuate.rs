@@ -4,7 +4,7 @@
 //! Each guest has a process `dunlin vm run` of its own. One process `dunlin vm receive` receives all
 //! of them. With stunnel, each migration has a pair of stunnel processes, and carries its memory in
 //! one connection without security of its own. Engine, guests and destination are the same in all
-//! variants, so only the transport and the course differ.
+//! variants. Only the transport differs, and whether the guests leave all at once or in turn.
 
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use super::{program, turns};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct EvacuateOptions {
-    /// Evacuations by each variant of each kind of guest.
+    /// Number of evacuations with each variant and each kind of guest.
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
     /// Number of guests, at most 128.
@@ -61,7 +61,7 @@ pub struct EvacuateOptions {
     /// Lanes of each guest's migration. Through stunnel it has one.
     #[arg(long, value_name = "N", default_value_t = 2)]
     lanes: u16,
-    /// MiB/s at which all guests together may arrive.
+    /// Limit on the rate at which all guests together arrive, in MiB/s.
     #[arg(long, value_name = "MIB")]
     rate: Option<u32>,
     /// MiB/s of each connection, enforced by the kernel at the source.
@@ -96,7 +96,7 @@ enum Variant {
     Dunlin,
     /// With TLS lanes, one after the other.
     DunlinInTurn,
-    /// With lanes without security, all at once: what the variants cost without encryption.
+    /// With lanes without security, all at once. Shows the costs without encryption.
     Plain,
 }
 
@@ -115,7 +115,7 @@ impl Variant {
         matches!(self, Self::StunnelInTurn | Self::DunlinInTurn)
     }
 
-    /// The variant with stunnel and the same course.
+    /// The variant with stunnel in which the guests leave in the same way, at once or in turn.
     fn with_stunnel(self) -> Self {
         match self.is_in_turn() {
             true => Self::StunnelInTurn,
@@ -213,7 +213,7 @@ impl Measured {
 }
 
 impl Bench<'_> {
-    /// Evacuates the host once by each variant. If one fails, the others still run.
+    /// Evacuates the host once by each variant. If one variant fails, the others still run.
     fn compare(&self, kind: Kind, results: &mut Results, progress: &mut Progress) -> Result<()> {
         let mut measured = Vec::new();
         let mut failed = Vec::new();
@@ -236,7 +236,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Adds the measurements. `stunnel` is the total time of stunnel in the same round.
+    /// Adds a line for one variant to `results`. `stunnel` is the total time of the corresponding variant
+    /// with stunnel in the same round.
     fn add(
         &self,
         kind: Kind,
@@ -267,7 +268,7 @@ impl Bench<'_> {
                 line = line.with(name, u64::from(rate) << 20);
             }
         }
-        // Of the figures of all VMs, the largest.
+        // `vm_s`, `downtime_ms` and `throttle_percent` are the largest values of all VMs.
         let mut line = line
             .figure("total_s", measured.total_s)
             .figure("gib_per_s", gibibytes / measured.total_s)
@@ -303,7 +304,8 @@ impl Bench<'_> {
         let of_stunnels = stunnels.iter().flat_map(Stunnels::ids);
         let mut ids: Vec<u32> = of_stunnels.chain(guests.iter().map(Process::id)).collect();
         ids.push(destination.id());
-        // The process of a guest that has left is a zombie until it is dropped.
+        // The process of a guest that has left is a zombie until it is dropped, so /proc still has its
+        // CPU time.
         let cpu = || {
             ids.iter()
                 .map(|id| process::cpu_s(*id))

@@ -93,7 +93,7 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
         routes.push((bound?, target));
     }
     if options.sealed.is_some() {
-        // Choose the provider now, because the choice takes time that must not count for the first
+        // Choose the provider now. The choice takes time, which must not be measured with the first
         // connection.
         records::provider();
     }

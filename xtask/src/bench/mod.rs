@@ -5,7 +5,7 @@
 //! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
 //! - [`long_line`]: migrations over a line with a long round trip.
 //! - [`evacuate`]: all guests of a host leave it, with Dunlin and through stunnel.
-//! - [`status`]: what the observers of Dunlin cost, and hostile clients of them.
+//! - [`status`]: what the observers of Dunlin cost, and what their hostile clients cost.
 
 pub mod clients;
 mod cloud_hypervisor;

@@ -56,8 +56,8 @@ pub(super) struct OpenSsh {
     pub(super) config: String,
 }
 
-/// Returns the installed OpenSSH, or, if it has no server, Debian's package. Scripts that run the
-/// package's programs are then in `folder`.
+/// Returns the installed OpenSSH, or, if it has no server, Debian's package. For the
+/// package, writes scripts that run its programs to `folder`.
 pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     // The server is not in the path of every user, and starts only if it is called by its full
     // path.

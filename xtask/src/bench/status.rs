@@ -1,5 +1,5 @@
 //! `cargo xtask bench status`: what the observers of Dunlin cost beside a benchmark of lanes, and what
-//! hostile clients of them cost.
+//! hostile clients of the observers cost.
 //!
 //! Two tunnels with a channel and a VM that migrates publish their status in all variants, so the
 //! variants differ only by what reads it. In each round `dunlin bench lanes` runs once beside each
@@ -54,7 +54,7 @@ const VARIANTS: [Variant; 3] = [Variant::None, Variant::Observers, Variant::Host
 const LANES: u16 = 8;
 /// The time between the start of the observers and the measurement.
 const SETTLE: Duration = Duration::from_secs(2);
-/// The channel carries this much in each period: 8 MiB/s.
+/// The number of bytes that the channel carries in each [`PERIOD`]: 8 MiB/s.
 const PIECE_BYTES: usize = 1 << 20;
 const PERIOD: Duration = Duration::from_millis(125);
 
@@ -189,7 +189,7 @@ fn cpu_s(ids: impl Iterator<Item = u32>) -> Result<f64> {
 /// Two tunnels with a channel, and a VM that migrates slowly. Their processes are killed on drop.
 struct Observed {
     pair: Pair,
-    /// The VM, its destination and the command that follows the migration.
+    /// The processes of `vm run`, `vm receive` and `vm migrate`.
     vm: [vm::Process; 3],
     site: Site,
 }
@@ -205,7 +205,7 @@ impl Observed {
             command.arg(site.path(control));
             command
         };
-        // The guest writes faster than the migration may send, so the migration does not end.
+        // The guest writes faster than `--rate` lets the migration send, so the migration does not end.
         let mut run = command("run", "control");
         run.args(["--name", "vm", "--guest", "process", "--memory", "256M"])
             .args(["--fill-size", "192M", "--working-set", "64M"])
@@ -340,7 +340,8 @@ fn top(site: &Site) -> Result<pair::Process> {
     top.env("TERM", "xterm-256color");
     top.stdin(end.try_clone()?).stdout(end.try_clone()?);
     let process = pair::Process(top.stderr(end).spawn().context("cannot start setsid")?);
-    // The other end is then open only in the process, so that reading fails after its end.
+    // Close this process's copies of the other end. Reading from the terminal then fails once
+    // `dunlin top` has ended.
     drop(top);
     terminal.read_exact(&mut [0]).context("`dunlin top`")?;
     thread::spawn(move || io::copy(&mut terminal, &mut io::sink()));
