@@ -20,9 +20,9 @@ pub fn record_passed(kernel: &Kernel) -> Result<()> {
     Ok(fs::write(path(), passed.join("\n"))?)
 }
 
-/// Returns a kernel with which to compare `failed`, a kernel that failed. Returns `None` if
-/// `failed` has passed before or was requested by version. Otherwise returns the newest cached
-/// kernel of its kind that has passed, if there is one.
+/// Returns a kernel with which to compare `failed`, a kernel under which tests have failed. Returns
+/// `None` if tests have passed under `failed` before, or if it was requested by version. Otherwise
+/// returns the newest comparable kernel in the cache under which tests have passed, if there is one.
 ///
 /// # Errors
 /// The cache cannot be read.
@@ -57,8 +57,9 @@ pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     }
 }
 
-/// Implements [`previous`]. `cached` is sorted, the newest last. The oldest kernel is compared only
-/// within its own series, because a newer series may pass for unrelated reasons.
+/// Implements [`previous`]. `cached` is sorted, the newest last. Only the newest
+/// kernel is compared with kernels of other series. The others are compared only within their own
+/// series, because another series can pass for unrelated reasons.
 fn choose<'a>(
     which: &Which,
     failed: &str,

@@ -36,7 +36,7 @@ pub struct Machine<'a> {
     pub kernel: &'a Kernel,
     /// The initramfs archive.
     pub initramfs: &'a Path,
-    /// Virtual CPUs, 1 to 4.
+    /// Virtual CPUs, 1 to 5.
     pub cpus: u32,
     /// Whether the guest's clock counts instructions.
     pub counting: bool,

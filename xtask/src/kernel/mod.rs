@@ -57,7 +57,8 @@ pub struct KernelOptions {
     /// under it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
-    /// Boots the kernel, with the tests in the guest, and opens a shell. Needs exactly one kernel.
+    /// Boots the first kernel of --kernel (default: newest), with the tests in the guest, and opens a
+    /// shell.
     #[arg(long)]
     shell: bool,
     /// Runs the guest's clock by the number of executed instructions instead of by time.
@@ -69,8 +70,9 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. If
-    /// kernels were named, every test runs under each of them. Otherwise the kernel of the previous
+    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. A test
+    /// with [`Under::Named`] runs only if tests were named. If kernels were named, every other test
+    /// runs under each of them. Otherwise the kernel of the previous
     /// Debian release runs only its own tests, and the newest and the oldest kernel run the others.
     /// Tests for only one of these two kernels run under the other one too if tests were named.
     fn has(&self, which: &Which, under: Under) -> bool {
@@ -121,7 +123,7 @@ impl Suite {
 pub struct Tally {
     /// Tests that passed.
     pub passed: usize,
-    /// Tests that failed, including failed boots.
+    /// Tests that failed or did not start, and boots that failed outside every test.
     pub failed: usize,
     /// Tests that were skipped.
     pub skipped: usize,

@@ -29,7 +29,7 @@ pub struct Program {
 /// tests/kernel/src/lib.rs.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Needs {
-    /// Virtual CPUs, 1 to 4.
+    /// Virtual CPUs, 1 to 5.
     pub cpus: u32,
     /// Debian packages of trixie.
     pub packages: Vec<String>,
@@ -159,8 +159,8 @@ fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
 }
 
 /// Builds programs with a static C library, so that they do not depend on the guest's libraries,
-/// and returns their paths. The flags apply to this workspace only; dependencies are built as usual
-/// and therefore shared with an ordinary build.
+/// and returns their paths. The flags for this apply only to crates of this workspace; dependencies
+/// are built as usual and therefore shared with an ordinary build.
 fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Message {

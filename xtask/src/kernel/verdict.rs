@@ -158,7 +158,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
     (outcomes, rest.into_iter().map(str::to_owned).collect())
 }
 
-/// The most severe fault that the kernel logged during the test `of`, or outside all tests.
+/// The most severe fault that the kernel logged during the test `of`, or, if `of` is `None`, outside
+/// all tests.
 fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
     let mut running: Option<&str> = None;
     let mut worst: Option<Failure> = None;
