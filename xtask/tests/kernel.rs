@@ -145,7 +145,7 @@ fn a_test_that_leaves_the_machine_changed_has_failed_and_the_next_has_another() 
 
 #[test]
 fn a_machine_that_says_nothing_has_hung() {
-    // With `-S`, QEMU does not start the guest's first CPU.
+    // With `-S`, QEMU does not run the guest's CPUs.
     let Some(boot) = boot(&[("a", "exit 0")], |machine| {
         machine.qemu_arguments.push("-S".to_owned());
         machine.boot_limit = Duration::from_secs(3);

@@ -149,7 +149,7 @@ fn the_package_has_its_files_with_their_owners_and_modes() {
     ] {
         assert!(paths.contains(path), "{path} is missing in {listed}");
     }
-    // A unit that systemd starts unasked would be a link in a .wants directory.
+    // If the package enabled a unit, it would contain a link in a .wants directory.
     assert!(!listed.contains(".wants"), "{listed}");
     // The archive has the same files.
     let mut tar = Command::new("tar");
@@ -313,12 +313,12 @@ fn purge(bare: &Bare) {
 #[test]
 fn two_builds_from_two_directories_are_the_same() {
     if env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
-        println!("left to the soak: it builds the command twice, from nothing");
+        println!("skipped, because only the soak runs it: it builds the command twice, from nothing");
         return;
     }
     let scratch = Scratch::new();
     let made = ["one", "another/directory"].map(|name| {
-        // The manual's pages and the completions are written anew, too.
+        // Write the manual's pages and the completions for each build, too.
         let out = scratch.join(name);
         let pages = out.join("pages");
         pages::write(&pages).unwrap();

@@ -654,12 +654,12 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 
 /// Fails if files of a crate use each other in a cycle.
 ///
-/// Every path counts: an import, a path in code, a path in the arguments of a macro or an
-/// attribute. It counts as a use of the file that defines the item, even if another file re-exports
-/// the item. A module and its submodules are no exception: a module that uses an item of a
+/// Every path is a use of a file: an import, a path in code, a path in the arguments of a macro or an
+/// attribute. It is a use of the file that defines the item, even if another file re-exports the
+/// item. A module and its submodules are no exception: a module that uses an item of a
 /// submodule, which uses an item of the module, forms a cycle.
 ///
-/// Re-exports count in a second pass. In this pass a cycle is allowed if it consists of a module
+/// A second pass includes re-exports. In this pass a cycle is allowed if it consists of a module
 /// and modules directly below it. The first pass has shown that the module uses none of their
 /// items, so it only re-exports them.
 ///
@@ -670,7 +670,7 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 /// types, nor `macro_rules!` macros that are used without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
-    // Check that an import by an absolute path counts.
+    // Check that an import by an absolute path is found.
     let lane = Sources::of("dunlin-lane").uses(false);
     let file = |path: &str| path.split("::").map(str::to_owned).collect::<Vec<_>>();
     assert!(lane[&file("internals::handshake::relay")].contains_key(&file("internals::policy")));
@@ -780,8 +780,8 @@ fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     false
 }
 
-/// Searches test programs, examples and build scripts too. They are crates of their own and need no
-/// `forbid` attribute.
+/// Test programs, examples and build scripts are crates of their own and need no `forbid` attribute,
+/// so this test searches them too.
 #[test]
 fn unsafe_is_where_it_is_allowed() {
     let mut unused: BTreeSet<_> = WITH_UNSAFE.into_iter().collect();

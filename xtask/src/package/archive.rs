@@ -35,7 +35,8 @@ pub struct Files {
 /// checksums to the tree.
 ///
 /// # Errors
-/// A program fails, or this process may not create a mount namespace.
+/// A file cannot be written, a program fails, or this process lacks the permission to create a mount
+/// namespace.
 pub fn write(tools: &Tools, tree: &Path, out: &Path, version: &Version) -> Result<Files> {
     let scratch = Scratch::try_new()?;
     let script = out.join("archive.sh");

@@ -38,7 +38,7 @@ const SHOWN: &str = "/usr/src/dunlin";
 /// of the crates on which the command depends.
 ///
 /// # Errors
-/// git or cargo fails.
+/// git, tar or cargo fails, or `source` cannot be written.
 pub fn export(source: &Path) -> Result<()> {
     match fs::remove_dir_all(source) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
@@ -69,7 +69,7 @@ pub fn export(source: &Path) -> Result<()> {
 /// Builds the command from `source`, in the directory `target`, and returns its file.
 ///
 /// # Errors
-/// The build fails, or this process may not create a mount namespace.
+/// The build fails, or this process lacks the permission to create a mount namespace.
 pub fn build(root: &Path, source: &Path, target: &Path, version: &Version) -> Result<PathBuf> {
     fs::create_dir_all(target)?;
     let mut rustc = Command::new("rustc");

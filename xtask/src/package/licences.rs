@@ -56,7 +56,7 @@ struct Kind {
 /// Returns the names and the licences of the crates that are linked into the command.
 ///
 /// # Errors
-/// cargo fails, or a crate names no licence.
+/// cargo fails, a crate names no licence, or a file cannot be read.
 pub fn of_the_command() -> Result<String> {
     let mut cargo = crate::cargo();
     cargo.args(["metadata", "--format-version=1", "--locked"]);

@@ -33,7 +33,7 @@ struct Profile {
 /// Writes the pages into `directory`: `man` and `completions`.
 ///
 /// # Errors
-/// The command's tests cannot be built.
+/// The tests of the command cannot be built, or the test that writes the pages fails.
 pub fn write(directory: &Path) -> Result<()> {
     let mut cargo = crate::cargo();
     cargo.args([
@@ -60,7 +60,7 @@ pub fn write(directory: &Path) -> Result<()> {
     let is_written = directory.join("man/dunlin.1").exists();
     is_written
         .then_some(())
-        .context("the test pages::written has not written man/dunlin.1: does it still exist?")
+        .context("the test pages::written has not written man/dunlin.1; check that it exists")
 }
 
 /// The file with the tests of the binary `dunlin`, if the line of cargo's output reports it.
