@@ -352,7 +352,8 @@ fn two_hosts_are_compared() {
     let people = finish(people).expect(1).out;
     assert!(people.contains("3 differences"), "{people}");
 
-    // A file of another host is untrusted: invalid ones are refused, and output is escaped.
+    // A file of another host is untrusted: an invalid file is refused, and its values are escaped in
+    // the output.
     let schema = text.replace("\"schema\":1", "\"schema\":2");
     let escape = changed.replace("eth9 9000", "\\u001b[2J");
     for (bad, code) in [
@@ -370,7 +371,7 @@ fn two_hosts_are_compared() {
         );
         assert_eq!(bad == escape, done.err.is_empty(), "{done:?}");
     }
-    // Each line is valid, but the file is longer than 1 MiB, and the output of `doctor` never is.
+    // Each line is valid, but the file is longer than 1 MiB, which is more than `doctor` ever prints.
     fs::write(&b, text.repeat((1 << 20) / text.len() + 1)).unwrap();
     let done = compare(&b).expect(1);
     assert_eq!(done.last()["fault"], "usage");

@@ -325,7 +325,8 @@ fn an_attacker_in_a_tunnel() {
     let (near, far) = scene.channel();
     let captive = Captive::of(scene.near.child.id());
     assert_imprisoned(&captive, &foreign);
-    // A tunnel removes its own sockets, and may remove other files beside them.
+    // A tunnel must be able to remove its own sockets. Landlock therefore lets it remove other files
+    // in their directory, too.
     let own = captive.put_path(&scene.hosts.scratch.join("in"));
     assert!(captive.call(libc::SYS_unlink, [own]).is_ok());
     drop(captive);

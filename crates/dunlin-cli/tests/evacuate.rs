@@ -107,7 +107,8 @@ impl Scene {
         counts.split_whitespace().nth(8).unwrap().parse().unwrap()
     }
 
-    /// Expects that each of these VMs, which copy, sends at most `each` MiB/s, and the host the sum.
+    /// Expects that each of these VMs, which are being copied, sends about `each` MiB/s, and that the
+    /// host sends about twice as much.
     fn sends(&self, side: Side, vms: [&str; 2], each: f64) {
         let now = || {
             let of_vm = |vm: &&str| {
@@ -121,7 +122,7 @@ impl Scene {
             [first, last, (Instant::now(), self.sent_bytes(side))]
         };
         let before = now();
-        // The measurement.
+        // Measure for five seconds.
         thread::sleep(Duration::from_secs(5));
         let pairs = before.into_iter().zip(now());
         let rates = pairs.map(|((began, before), (at, bytes))| {
@@ -129,7 +130,8 @@ impl Scene {
         });
         let rates: Vec<f64> = rates.collect();
         println!("{vms:?} and all of the host: {rates:.2?} MiB/s, of {each} for each VM");
-        // A busy machine may not reach the budget, but must not exceed it.
+        // A busy host can send up to 30 % less than the budget. No host exceeds it by more than the
+        // error of the measurement, 5 %.
         for (rate, wanted) in rates.iter().zip([each, each, 2.0 * each]) {
             let is_kept = *rate <= 1.05 * wanted && *rate >= 0.7 * wanted;
             assert!(is_kept, "{rates:?} of {wanted}");
@@ -146,7 +148,8 @@ impl Scene {
     }
 }
 
-/// Waits for the end of `dunlin evacuate --json`. A host that does not answer delays it by minutes.
+/// Waits for the end of `dunlin evacuate --json`. A host that does not answer delays the end by
+/// minutes.
 fn done(running: Running) -> Done {
     let ended = running.wait(4 * TIMEOUT).unwrap();
     let is_object = |line: &&str| line.starts_with('{');
@@ -189,7 +192,7 @@ fn place(lines: &[Value], event: &str, vm: &str) -> Option<usize> {
     lines.iter().position(is_it)
 }
 
-/// Whether the long tests run, too.
+/// Whether the long tests run.
 fn soak() -> bool {
     let is_soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
     if !is_soak {
@@ -208,7 +211,7 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
         scene.pair.create(Side::A, vm).unwrap();
     }
     let [web, db, mail, ci] = &vms;
-    // Another VM of this name, which does not run.
+    // Define another VM with the name `mail` at the destination. It does not run.
     scene.must(Side::B, "define /srv/mail.xml");
     let foreign = scene.must(Side::B, "domuuid mail");
 
@@ -461,7 +464,7 @@ fn budgets_are_shared_and_limits_are_kept() {
     }
 }
 
-/// What leaves the host. QEMU exceeds a rate by up to 0.7 MiB/s, so the budgets are not small.
+/// Measures what leaves the host. QEMU exceeds a rate by up to 0.7 MiB/s, so the budgets are not small.
 #[test]
 fn budgets_are_not_exceeded_on_a_limited_link() {
     if !soak() {
@@ -479,7 +482,8 @@ fn budgets_are_not_exceeded_on_a_limited_link() {
         ("--outbound 64M --inbound 48M", 24.0),
         ("--outbound 64M", 32.0),
     ] {
-        // On a busy machine the guests may write so little that they would leave.
+        // On a busy host the guests write so little that their migrations could end during the
+        // measurement. A downtime limit of 1 ms prevents that.
         let flags = format!("--parallel 2 --downtime-limit 1ms {budgets}");
         let run = scene.begin(Side::A, &flags);
         let mut copying = HashSet::new();
@@ -496,7 +500,8 @@ fn budgets_are_not_exceeded_on_a_limited_link() {
     }
 }
 
-/// The guest has pages on both hosts, so only an operator can repair this: neither copy may end.
+/// The guest has pages on both hosts, so neither copy must be destroyed. Only an operator can resume
+/// the migration.
 #[test]
 fn i1_i2_a_link_that_is_cut_in_post_copy_leaves_a_vm_that_can_be_resumed() {
     if !soak() {
@@ -528,8 +533,9 @@ fn i1_i2_a_link_that_is_cut_in_post_copy_leaves_a_vm_that_can_be_resumed() {
     let is_here = || scene.must(Side::A, "list --name").contains("ci");
     while is_here() {
         assert!(Instant::now() < deadline);
-        // libvirt refuses this while QEMU continues by itself, because its connection has survived. The
-        // command may also wait longer than its limit, and the migration ends nevertheless.
+        // libvirt refuses to resume the migration while QEMU continues it by itself, because QEMU's
+        // connection has survived. The command can also exceed its time limit although the migration
+        // ends.
         let resumed = scene.pair.on(Side::A).virsh(resume);
         assert!(
             matches!(resumed, Ok(_) | Err(LibvirtError::Endless(..))),

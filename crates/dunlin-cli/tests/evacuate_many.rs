@@ -22,7 +22,7 @@ const MIB: u64 = 1 << 20;
 /// Evacuates a host, and returns the peak memory of the command.
 fn peak_of(count: usize) -> u64 {
     let virsh = Virsh::new(count);
-    // The last VM waits until the memory has been read.
+    // Hold the last VM until the command's memory has been measured.
     let last = count - 1;
     virsh.hold(last);
     let command = virsh.evacuate("--parallel 4");
@@ -72,7 +72,7 @@ fn warnings(scene: &etc::Scene, virsh: &Virsh, flags: &str) -> Vec<String> {
     warnings.map(code).collect()
 }
 
-/// The tunnel of a host, where other commands find it.
+/// Starts a host's tunnel with the default control directory, where other commands find it.
 fn tunnel(scene: &etc::Scene, host: &str) -> Tunnel {
     let command = words("tunnel run --confine no --config /etc/dunlin/tunnel.toml");
     let file = scene.path(host, "etc/tunnel.toml");
@@ -94,7 +94,7 @@ fn i6_the_warning_of_memory_in_the_clear_is_absent_only_if_a_redirect_works() {
     assert_eq!(warnings(&scene, &virsh, ""), clear);
     let near = tunnel(&scene, "a");
     assert_eq!(warnings(&scene, &virsh, ""), [""; 0]);
-    // Another configuration has no redirect.
+    // A configuration file that does not exist has no redirect.
     assert_eq!(warnings(&scene, &virsh, "--config /none"), clear);
     // The tunnel runs, and the rules are gone.
     let mut flush = scene.a.command("nft");

@@ -100,7 +100,7 @@ fn i2_all_migrations_of_a_killed_command_are_awaited_whatever_the_number_that_ma
     assert_eq!((code, counts(&report)), (0, [3, 3, 0, 0]), "{report}");
 }
 
-/// libvirt pauses a guest at its time limit only when the migration has failed.
+/// The request to pause a guest at its time limit takes effect only after the migration has failed.
 #[test]
 fn i2_a_guest_that_is_paused_too_late_runs_on() {
     let virsh = Virsh::new(1);

@@ -95,8 +95,8 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
     };
     refused("pool", "other", &["[unauthorised]", "sha256:"]);
     refused("by-other", "pool", &["[unauthorised]", "CN=0b5d2c1e-other"]);
-    // The bundle contains the certificate of a host, which must not count as an authority for other
-    // certificates.
+    // The bundle contains the certificate of a host, which must not be accepted as an authority for
+    // other certificates.
     refused("by-leaf", "leaf", &["[unauthorised]"]);
     refused("past", "past", &["[certificate-date]"]);
     refused("future", "future", &["[certificate-date]"]);

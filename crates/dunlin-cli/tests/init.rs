@@ -124,7 +124,7 @@ fn hosts_of_libvirt_have_no_configuration_and_three_hosts_have_all_routes() {
                     --install-identity b.example";
     let line = done.expect(0).last();
     assert_eq!(line["hosts"][1]["commands"], json!([commands]));
-    // The time of `--days` began when the certificate was made.
+    // The certificate was made a moment ago, so less than the 9 days of `--days` are left.
     let mut examine = words("doctor --json --identity");
     examine.arg(scratch.join("libvirt/b.example"));
     let verdicts = finish(examine).lines();

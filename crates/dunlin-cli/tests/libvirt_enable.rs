@@ -148,7 +148,7 @@ fn with_json_each_step_is_an_object_and_the_status_ends_with_a_summary() {
     assert_eq!(disabled, ["rules", "restored", "reserved"]);
 }
 
-/// A peer that answers with another name than expected is a mistake: nothing is changed.
+/// If a peer has a certificate for another name than expected, `enable` changes nothing.
 #[test]
 fn enable_changes_nothing_if_a_peer_is_another_than_expected() {
     let Some(scene) = Scene::new() else { return };
@@ -345,7 +345,7 @@ fn the_identities_of_init_are_installed_for_the_services() {
     }
     let config = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
     assert!(config.contains("identity = \"/etc/dunlin\""), "{config}");
-    // The same identity may be installed again, and another one may not.
+    // `enable` installs the same identity again, but refuses to replace it with another one.
     enable("a", "b.test", "a.test").expect(0);
     let refused = enable("a", "b.test", "b.test").expect(1);
     assert!(

@@ -83,8 +83,8 @@ fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) ->
                 }
                 thread::sleep(Duration::from_millis(1));
             }
-            // A lane keeps its buffers from its first chunk to its last. A small migration takes
-            // about 20 ms.
+            // A lane keeps its buffers from its first chunk to its last, so three samples show the
+            // peak even of a small migration, which takes about 20 ms.
             assert!(
                 samples.iter().all(|count| *count >= 3),
                 "{samples:?} samples"

@@ -51,7 +51,7 @@ fn a_process_guest_that_outruns_the_link_is_throttled_and_moves() {
     let flags = "--guest process --memory 24M --workload sequential --dirty-rate 10000";
     let here = hosts.run("1", flags);
     let there = hosts.receive("b", "2", "");
-    // The guest writes 39 MiB/s, the link carries 30 MiB/s.
+    // The guest writes 39 MiB/s, and `--rate` allows 30 MiB/s.
     let flags =
         "--json --verify --peer b.test --rate 30M --last-pass-rate 400M --downtime-limit 20ms";
     let done = finish(hosts.migrate(&here, &there, "a", flags)).expect(0);
@@ -80,8 +80,8 @@ const HIDE: &str = "if test -e /dev/kvm; then \
                     mount --bind /dev/kvm /dev/kvm && \
                     mount -o remount,bind,nodev /dev/kvm || exit 99; fi; exec \"$@\"";
 
-/// A `dunlin` command line in a new mount namespace without /dev/kvm; `None` if this user may not
-/// create one. In CI, the user must be permitted to create one.
+/// Returns a `dunlin` command line in a new mount namespace without /dev/kvm. If this user cannot
+/// create one, returns `None`, but in CI panics.
 fn without_kvm(line: &str) -> Option<Command> {
     for flags in [&["--mount"][..], &["--mount", "--map-root-user"]] {
         let hidden = |program: &str| {

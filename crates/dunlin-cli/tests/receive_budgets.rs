@@ -25,10 +25,10 @@ const BUFFERS: &str = "4096 131072 524288";
 const SETTLE: Duration = Duration::from_millis(700);
 /// The part by which a rate may differ from its limit.
 const SHARE: f64 = 0.05;
-/// The VMs.
+/// The number of VMs.
 const COUNT: usize = 3;
 
-/// VMs that copy.
+/// VMs that are being copied to one destination.
 struct Scene {
     clients: Vec<Process>,
     sources: Vec<Process>,
@@ -38,7 +38,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// VMs of this memory, which arrive at `inbound` MiB/s together.
+    /// Starts to migrate VMs with this memory, which together arrive at `inbound` MiB/s.
     fn new(inbound: u32, memory_mib: u32) -> Option<Self> {
         let wire = Wire::new(Some(WIRE_MEGABITS))?;
         let mut limit = Command::new("sh");
@@ -130,7 +130,7 @@ fn sent(progress: &Value) -> f64 {
 
 /// The rate of a migration in MiB/s, between two of its progress lines.
 fn rate(client: &mut Process) -> f64 {
-    // Skip the lines that wait since before the measurement.
+    // Skip the lines that were printed before the measurement.
     let first = loop {
         let asked = Instant::now();
         let progress = client.wait_for("progress");

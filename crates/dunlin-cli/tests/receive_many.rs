@@ -12,7 +12,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 /// The memory of a VM.
 const GUEST_BYTES: u64 = 8 * MIB;
-/// VMs that arrive at the same time.
+/// The number of VMs that arrive at the same time.
 const AT_ONCE: usize = 5;
 
 /// The resident memory of a process, in bytes, and the number of its descriptors.
@@ -23,8 +23,9 @@ struct Cost {
     descriptors: usize,
 }
 
-/// What a process with this number of guests needs. The guests' memory only grows, so the peak of all
-/// memory less the guests' memory now is the peak beside it, or more.
+/// What a process with this number of guests needs. At the peak of all memory, the guests' memory was
+/// not larger than now. The result is therefore between the memory beside the guests now and the peak
+/// of that memory.
 fn cost(pid: u32, guests: usize) -> Cost {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let mut guest = 0;
@@ -109,12 +110,13 @@ fn i8_a_process_with_many_vms_needs_little_beside_their_memory() {
         growth / further / KIB
     );
     assert!(last.beside <= 64 * MIB, "{last:?}");
-    // The stacks of a VM's five threads, and little else: nothing of its session is left. The program
-    // itself is in memory only as far as it has been used, so up to 4 MiB may differ.
+    // Each further VM adds the stacks of its five threads and little else, because nothing of its
+    // session is left. The processes can differ by up to 4 MiB in how much of the program's file is
+    // resident.
     assert!(
         growth <= 4 * MIB + further * 100 * KIB,
         "{first:?}, {last:?}"
     );
-    // A process may have 1,024 by default.
+    // By default, a process can open 1,024 descriptors.
     assert!(last.descriptors <= 10 * many, "{last:?}");
 }

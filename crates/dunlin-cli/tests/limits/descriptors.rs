@@ -9,8 +9,8 @@ use crate::host::{assert_says, skip};
 use crate::support::{Hosts, Process, finish, words};
 use crate::{GUEST, failed, migrate, text};
 
-/// Limits a process to `more` descriptors in addition to its present ones; `None` if this host does
-/// not permit changing the limits of another process.
+/// Limits a process to `more` descriptors in addition to its present ones. Returns `None` if this
+/// process lacks the permission to change the limits of another process.
 fn allow(process: &Process, more: usize) -> Option<()> {
     let open = || -> Vec<usize> {
         fs::read_dir(format!("/proc/{}/fd", process.pid()))
@@ -33,7 +33,8 @@ fn allow(process: &Process, more: usize) -> Option<()> {
     limit(process, free.nth(more).unwrap())
 }
 
-/// Sets the limit of open descriptors. Returns `None` if this process may not do that.
+/// Sets the limit of open descriptors. Returns `None` without the permission to set
+/// it.
 fn limit(process: &Process, count: usize) -> Option<()> {
     let mut prlimit = Command::new("prlimit");
     prlimit

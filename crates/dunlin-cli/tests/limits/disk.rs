@@ -9,7 +9,7 @@ use crate::support::{Hosts, Process, words};
 use crate::{GUEST, failed, listening, migrate, receive, running, text};
 
 /// Wraps the command so that its journal is on a file system of 64 KiB. A shell first runs `script`
-/// there. `None` without permission to mount.
+/// there. Returns `None` without the permission to mount.
 fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Command> {
     let state = hosts.scratch.join("state");
     let state = state.display();
