@@ -313,7 +313,7 @@ fn purge(bare: &Bare) {
 #[test]
 fn two_builds_from_two_directories_are_the_same() {
     if env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {
-        println!("skipped, because only the soak runs it: it builds the command twice, from nothing");
+        println!("only the soak runs this test, which builds the command twice, from nothing");
         return;
     }
     let scratch = Scratch::new();
