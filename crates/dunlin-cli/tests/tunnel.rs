@@ -108,8 +108,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     assert_eq!(scene.near.code(), Some(0));
 }
 
-/// A stopped process is reported long before its trunk ends. Its channels wait: a process that gets no
-/// processor time looks the same.
+/// A stopped process is reported long before its trunk ends. Its channels wait, because a
+/// process that only gets no CPU time looks the same, and continues later.
 #[test]
 fn a_stopped_peer_is_reported_and_its_channels_wait_for_it() {
     let scene = Scene::new();
@@ -122,7 +122,7 @@ fn a_stopped_peer_is_reported_and_its_channels_wait_for_it() {
     let took = begin.elapsed();
     scene.far.signal("CONT");
     println!("{took:?}: {line}");
-    // It takes 2 s. After 5 s, the line would be about the loss of the control lane.
+    // The report takes 2 s. After 5 s, the line would be about the loss of the control lane.
     assert!(took < Duration::from_secs(4), "{took:?}: {line}");
     assert!(line.contains(" host_answers=true"), "{line}");
     near.write_all(b"y").unwrap();
@@ -172,7 +172,7 @@ fn a_confined_tunnel_starts_no_programs() {
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
         assert_eq!((&*field("NoNewPrivs:"), &*field("Seccomp:")), ("1", "2"));
-        // CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE, if the test has them.
+        // A tunnel keeps at most CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE.
         let left = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
         assert_eq!(left & !(1 << 1 | 1 << 10), 0, "{left:x}");
         threads += 1;

@@ -32,7 +32,7 @@ fn the_usual_command_migrates_a_machine_through_the_tunnels_and_back() {
     assert_eq!(scene.moves(Side::B, &[&vm], flags), 3);
 }
 
-/// Rules stay when a tunnel ends, and each host's rules suffice to keep a migration from the wire.
+/// The rules stay when a tunnel ends. Either host's rules alone prevent a migration in the clear.
 #[test]
 fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
     let _turn = need::turn();

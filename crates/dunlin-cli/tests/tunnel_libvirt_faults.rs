@@ -28,8 +28,8 @@ const SIDES: [Side; 2] = [Side::A, Side::B];
 /// Slow enough that a test can act while the migration runs.
 const SLOW: &str = "--bandwidth 4";
 
-/// A killed tunnel, one that an operator stops (SIGTERM, and the end of its drain), and one that does not
-/// run any more (SIGSTOP), on either host.
+/// On either host, a tunnel is killed, or an operator stops it (SIGTERM, and the end of its drain). On
+/// the target, a tunnel no longer runs (SIGSTOP).
 #[test]
 fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     if !soak() {
@@ -112,7 +112,7 @@ fn peers_are_addresses_of_both_families_and_names() {
     scene.moves(Side::A, &[&vm], "");
 }
 
-/// QEMU on the target listens at one address, so that the tunnel must connect to that address.
+/// QEMU on the target listens at one address, so the tunnel must connect to that address.
 #[test]
 fn a_target_that_listens_at_one_address_needs_local() {
     if !soak() {

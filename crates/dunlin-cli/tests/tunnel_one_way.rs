@@ -23,8 +23,8 @@ use wires::{B, Wire};
 /// The address of the near host.
 const A: &str = "192.0.2.1";
 
-/// A packet from the other host that opens a connection. Packets on loopback do not count, because
-/// a tunnel connects to itself there, to learn what the kernel's TLS can do.
+/// A packet from the other host that opens a connection. The rule does not match packets on
+/// loopback, because a tunnel connects to itself there, to learn what the kernel's TLS can do.
 const SYN: &str = "iifname wire tcp flags & (syn | ack) == syn";
 
 /// Loads rules for packets that arrive at a host.
@@ -163,8 +163,8 @@ fn a_firewall_that_admits_no_lanes_is_named_on_both_hosts() {
     }
 }
 
-/// No packet reaches the far host any more. The report of the silent peer says so within the time in which
-/// a stopped process is reported.
+/// No packet reaches the far host any more. The tunnel reports that its peer's host does not answer, as
+/// soon as it would report a stopped process.
 #[test]
 fn a_host_that_is_gone_is_reported_as_one_that_does_not_answer() {
     let Some(wire) = Wire::new(None) else { return };
@@ -179,7 +179,7 @@ fn a_host_that_is_gone_is_reported_as_one_that_does_not_answer() {
     let took = begin.elapsed();
     println!("{took:?}: {line}");
     assert!(line.contains(" host_answers=false"), "{line}");
-    // It takes 2 s. After 5 s, the line would be about the loss of the control lane.
+    // The report takes 2 s. After 5 s, the line would be about the loss of the control lane.
     assert!(took < Duration::from_secs(4), "{took:?}: {line}");
 }
 

@@ -132,7 +132,7 @@ impl Scene {
     }
 }
 
-/// Replaces the rules of a host.
+/// Adds rules to those of a host.
 fn nft(host: &Host, rules: &str) {
     let mut nft = host
         .command("nft")

@@ -340,7 +340,7 @@ fn send_parts(mut to: &UnixStream, part: &[u8], enough: &AtomicBool) -> usize {
     parts
 }
 
-/// Receives such parts, up to the end. Returns their number.
+/// Receives the parts that [`send_parts`] sends, up to the end. Returns their number.
 fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
     let mut came = vec![0; part.len()];
     let mut parts = 0;
@@ -352,8 +352,8 @@ fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
     parts
 }
 
-/// As with a stripe, the report of a stopped process precedes every timeout, and the connections wait: a
-/// process that gets no processor time looks the same.
+/// As with a stripe, the report of a stopped process precedes every timeout. The connections wait,
+/// because a process that only gets no CPU time looks the same, and continues later.
 #[test]
 fn a_stopped_peer_is_reported_and_its_connections_wait_for_it() {
     let scene = Scene::new();
@@ -374,7 +374,7 @@ fn a_stopped_peer_is_reported_and_its_connections_wait_for_it() {
         (line, took)
     });
     println!("{took:?}: {line}");
-    // It takes 2 to 2.5 s.
+    // The report takes 2 to 2.5 s.
     assert!(took < Duration::from_secs(4), "{took:?}: {line}");
     assert!(line.contains(" host_answers=true"), "{line}");
     assert!(line.contains(" fault=control-lost "), "{line}");

@@ -75,7 +75,7 @@ impl Scene {
         finish(open)
     }
 
-    /// Appends to the near configuration and reloads it.
+    /// Appends `keys` to the near tunnel's configuration, and reloads the configuration.
     fn reload(&self, keys: &str) {
         let config = fs::read_to_string(&self.near.config).unwrap();
         fs::write(&self.near.config, config + keys).unwrap();

@@ -307,7 +307,7 @@ fn the_services_are_no_root_and_read_certificates_by_a_group() {
     assert!(directory.iter().any(|line| line == wanted), "{directory:?}");
 }
 
-/// The formula of docs/tunnel/operation.md.
+/// Checks the formula in docs/tunnel/operation.md.
 #[test]
 fn i8_the_service_has_the_memory_that_the_default_limits_permit() {
     let limits = Limits::default();

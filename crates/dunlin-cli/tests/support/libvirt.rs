@@ -311,7 +311,7 @@ pub fn assert_tunnelled(traffic: &Traffic, vms: &[&Vm]) {
     assert!(traffic.bytes[&TUNNEL_PORT] > memory, "{traffic:?}");
 }
 
-/// Whether the long tests run, too.
+/// Whether the long tests run.
 pub fn soak() -> bool {
     let is_soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
     if !is_soak {
