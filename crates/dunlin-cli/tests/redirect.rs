@@ -103,8 +103,8 @@ fn i6_routed_connections_and_those_from_the_wire_are_rejected() {
 fn connections_from_a_port_in_the_range_pass() {
     let Some(net) = Net::new() else { return };
     let mut kept = Vec::new();
-    // Connections from before the `apply`, and later ones. The kernel tracks the former only from
-    // their next packet on, which may be a packet to a port in the range.
+    // Open connections before and after the first `apply`. The kernel tracks those from before it only
+    // from their next packet on, which can be a packet to a port in the range.
     for port in [49160, 49170] {
         for family in FAMILIES {
             let [a, b] = [&net.a, &net.b].map(|host| net.address(host, family));
@@ -153,7 +153,7 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
     net.apply(&net.a);
     net.apply(&net.b);
     for family in FAMILIES {
-        // The hosts in the configuration: A and B with IPv4, A and B with IPv6.
+        // The configuration lists A and B with their IPv4 addresses, then both with their IPv6 addresses.
         let first = if family == Family::V4 { 0 } else { 2 };
         let redirected = [(&net.a, first + 1), (&net.b, first)]
             .map(|(host, more)| listen_redirected_at(host, family, more));
@@ -278,7 +278,7 @@ fn peers_without_a_tunnel_are_accepted_and_counted_until_the_last_day() {
     assert_eq!(counters["plain"][b.to_string()], 2, "{shown}");
     assert_eq!(counters["plain"][c.to_string()], 2, "{shown}");
     assert_eq!(counters["rejected_input"], 4, "{shown}");
-    // The kernel's clock ends the permission, without a change of the rules.
+    // The rules contain the end of the last day, which the kernel compares with its clock.
     plain(today.previous_day().unwrap());
     dial_all(false);
     let shown = net.show(&net.a, 0);
@@ -335,7 +335,7 @@ fn every_change_of_the_rules_is_noticed() {
         assert_eq!(shown["state"], "applied");
         assert_eq!(shown["difference"], serde_json::Value::Null);
         assert_eq!(shown["digest"].as_str().unwrap().len(), 64);
-        // Packets do not count as a change.
+        // A packet changes only the counters, which `show` does not compare.
         let _ = dial(&net.b, ROOT, (net.address(&net.a, Family::V4), PORT));
         net.show(&net.a, 0);
         nft(&net.a, &[change]).expect(0);
@@ -435,7 +435,8 @@ fn i6_an_apply_that_fails_changes_nothing() {
     fail();
     assert_eq!(table(), before);
 
-    // The host has booted: no rules and no files in /run. The last good rules are better than none.
+    // Simulate a boot: no rules, and no files in /run. If `apply` fails then, it loads the rules of the
+    // last `apply` that succeeded.
     nft(&net.a, &["delete table inet dunlin"]).expect(0);
     let name = net.a.namespace();
     fs::remove_dir_all(net.scratch.join(format!("{name}.run"))).unwrap();
@@ -484,7 +485,7 @@ fn connections_under_way_are_refused_or_continue() {
         assert_talk(&near, &far);
         net.show(&net.a, 0);
     }
-    // It does not prevent an `apply` that changes the tunnel's port either.
+    // A redirected connection does not prevent an `apply` that changes the tunnel's port either.
     let redirected = listen_redirected(&net.a, Family::V4);
     let near = dial(&net.a, ROOT, (net.address(&net.b, Family::V4), PORT)).unwrap();
     let far = accept(&redirected);

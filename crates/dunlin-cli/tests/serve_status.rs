@@ -201,7 +201,7 @@ fn i2_a_migration_does_not_depend_on_the_history() {
 #[test]
 fn a_status_socket_takes_no_requests() {
     let hosts = Hosts::new();
-    // Without confinement, because that alone would keep a request from the control socket.
+    // Run without confinement, so that only the status socket itself can ignore the requests.
     let source = hosts.run("from", &format!("{GUEST} --confine no"));
     let destination = hosts.receive("b", "to", "");
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test --rate 2M");
@@ -356,7 +356,7 @@ fn the_process_that_serves_the_page_is_confined() {
         let file = directory.join("entry");
         fs::write(&file, entry.to_string()).unwrap();
         let link = history.join("000000000000001-1.json");
-        // The first link is not there yet.
+        // In the first round there is no link yet.
         let _ = fs::remove_file(&link);
         std::os::unix::fs::symlink(file, link).unwrap();
         page.wait_for("the history", |status| {

@@ -24,7 +24,7 @@ const PLACES: usize = 32;
 /// How long a client may take to read an answer, and to send a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const REQUEST_LIMIT: Duration = Duration::from_secs(3);
-/// The additional time that a busy host may need.
+/// The additional time that a busy host can need.
 const MARGIN: Duration = Duration::from_secs(10);
 
 /// A client that asks for a long answer, of which it never reads more than the first byte.
@@ -77,7 +77,7 @@ fn i7_a_client_that_sends_its_request_slowly_gets_no_more_time_for_each_byte() {
     let mut sends = stream.try_clone().unwrap();
     let began = Instant::now();
     let sender = thread::spawn(move || {
-        // The server ends the connection.
+        // Writing fails once the server has closed the connection.
         while sends.write_all(b"G").is_ok() && began.elapsed() < ANSWER_LIMIT + MARGIN {
             thread::sleep(Duration::from_millis(200));
         }
@@ -107,7 +107,8 @@ fn i8_a_flood_takes_no_more_than_the_limit_of_cpu_time() {
         answer(with_timeout(stream), b"rubbish\r\n\r\n").0
     };
     let allowed = |time: Duration| time.mul_f64(0.01 * allowed().unwrap().len() as f64);
-    // The CPU time that is kept for a page that is opened.
+    // The unused CPU time that the process saves for the requests of a page that is opened. The
+    // clients use it up first.
     let kept = allowed(Duration::from_secs(10));
     let (stop, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     let (took, used, served) = thread::scope(|scope| {
@@ -138,7 +139,8 @@ fn i8_a_flood_takes_no_more_than_the_limit_of_cpu_time() {
     });
     println!("{used:?} of {:?}; {served} answers", allowed(took));
     assert!(cpu(pid) > started + kept, "the clients did not use it up");
-    // The kernel counts CPU time in steps of 10 ms, and eight clients may be served at a time.
+    // Allow twice the limit, because the kernel counts CPU time in steps of 10 ms, and the process can
+    // serve eight clients at a time.
     assert!(used < allowed(took) * 2, "{used:?} in {took:?}");
     assert!(served > 0);
     assert_eq!(ask(), 400);

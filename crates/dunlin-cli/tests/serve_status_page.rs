@@ -99,7 +99,7 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
         // The curve and its alternative for screen readers.
         assert!(dom.contains("aria-label=\"Rate: now "), "{dom}");
         assert!(dom.contains(": pause 1.0 ms, last pages 4.0 ms"), "{dom}");
-        // What a pointer shows in titles is text elsewhere, for the keyboard and a phone.
+        // Texts that a pointer shows as tooltips are also in the document, for keyboards and phones.
         assert!(
             dom.contains("failed: lane-lost</span></summary>&lt;img"),
             "{dom}"

@@ -58,7 +58,7 @@ fn wait_for_days(page: &Page, labels: &str, days: f64) {
     }
 }
 
-/// While packets with data are lost, the kernel sends them again. The counter of each lane says so.
+/// While packets with data are lost, the kernel sends them again. The counter of each lane shows that.
 #[test]
 fn the_segments_that_a_lane_of_a_vm_sends_again_are_counted() {
     let Some(wire) = Wire::new(None) else { return };
@@ -109,8 +109,8 @@ fn the_segments_that_a_lane_of_a_vm_sends_again_are_counted() {
     migration.wait_for("moved");
 }
 
-/// The status has the days until the certificate of a process that waits for a VM expires, also
-/// after the process has loaded another certificate.
+/// A process that waits for a VM reports when its certificate expires, also after it has loaded
+/// another certificate.
 #[test]
 fn a_process_that_waits_for_a_vm_reports_when_its_identity_expires() {
     let hosts = Hosts::new();
@@ -178,7 +178,7 @@ fn a_hand_off_reports_what_became_of_its_clients_and_when_its_identity_expires()
     let fault = format!("{of},fault=\"malformed\"");
     assert_eq!(count("dunlin_handoff_refused_total{", &fault), Some(1.0));
 
-    // A new certificate, after a reload.
+    // After a reload, the page shows the date of the new certificate.
     scene.hosts.issue("ca", "renewed", "own.test", 7);
     for file in ["cert.pem", "key.pem"] {
         fs::rename(

@@ -353,7 +353,7 @@ fn i1_a_process_takes_no_record_of_another_process_with_the_same_uuid() {
         drop(state.hold(OTHER, other, |record| {
             record.vm_uuid = uuid.to_be_bytes();
             record.owner = hosts.scratch.join("elsewhere.sock").display().to_string();
-            // This session counts as the newest, and a process looks at the newest sessions first.
+            // This makes the session the newest one. A process looks at the newest sessions first.
             record.started_ms = u64::MAX;
         }));
     });

@@ -30,8 +30,8 @@ pub const B: &str = "192.0.2.2";
 const A: &str = "192.0.2.1";
 
 impl Wire {
-    /// A wire that carries `megabits` per second from `a` to `b`, or an unlimited one. `None`
-    /// without permission to create namespaces, which is a failure in CI.
+    /// Creates a wire that carries `megabits` Mbit/s from `a` to `b`, or any rate if that is `None`.
+    /// Without the permission to create namespaces, returns `None`, but in CI panics.
     pub fn new(megabits: Option<u32>) -> Option<Self> {
         match Self::make(megabits) {
             Ok(wire) => Some(wire),

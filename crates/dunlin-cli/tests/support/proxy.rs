@@ -54,7 +54,8 @@ impl Proxy {
         self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops all answers from now on, including the delayed ones.
+    /// Drops all answers from now on, including the delayed ones. When it drops an answer, it ends that
+    /// direction of the connection.
     pub fn cut(&self) {
         self.answers_held_ms.store(CUT, Ordering::SeqCst);
     }
@@ -64,7 +65,8 @@ impl Proxy {
         self.messages_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops all messages from now on, including the delayed ones, on every connection.
+    /// Drops all messages from now on, including the delayed ones, on every connection. When it drops a
+    /// message, it ends that direction of the connection.
     pub fn cut_messages(&self) {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }

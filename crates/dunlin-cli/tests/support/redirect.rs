@@ -45,7 +45,7 @@ pub struct Net {
 }
 
 impl Net {
-    /// `None` if this system cannot create the three hosts.
+    /// Returns `None` if this system cannot create the three hosts.
     pub fn new() -> Option<Self> {
         if !need::hosts() {
             return None;

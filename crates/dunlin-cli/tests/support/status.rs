@@ -29,12 +29,12 @@ pub struct Page {
 impl Page {
     /// Serves the status of the processes below `control`.
     ///
-    /// This build is not optimised, so the page may use all the CPU time that it needs.
+    /// This build is not optimised, so the page gets all the CPU time that it needs.
     pub fn start(control: &Path) -> Self {
         Self::limited(control, 100)
     }
 
-    /// The same with a limit of CPU time, in percent.
+    /// Like [`Self::start`], with a limit of CPU time in percent.
     pub fn limited(control: &Path, cpu_limit: u8) -> Self {
         let socket = control.join("http.sock");
         let mut command = words("serve-status --confine yes --control");
