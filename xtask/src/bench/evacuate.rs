@@ -131,7 +131,9 @@ pub(super) fn run(options: &EvacuateOptions) -> Result<()> {
         "--guests must be between 2 and 128"
     );
     let dunlin = match &options.dunlin {
-        Some(dunlin) => dunlin.canonicalize().context("--dunlin")?,
+        Some(dunlin) => dunlin
+            .canonicalize()
+            .context("cannot find the file of --dunlin")?,
         None => program::dunlin()?,
     };
     let bench = Bench {
@@ -353,7 +355,10 @@ impl Bench<'_> {
             receive.args(["--rate", &format!("{rate}M")]);
         }
         let (process, line) = Process::start(receive, "listening")?;
-        let address = line["address"].as_str().context("no address")?.parse()?;
+        let address = line["address"]
+            .as_str()
+            .context("the destination reports no address")?
+            .parse()?;
         Ok((process, address))
     }
 

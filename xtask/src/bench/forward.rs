@@ -89,7 +89,7 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
     let mut routes = Vec::new();
     for route in options.routes.chunks_exact(2) {
         let [listen, target] = route else { continue };
-        let bound = Listener::bind(listen).with_context(|| format!("{listen:?}"));
+        let bound = Listener::bind(listen).with_context(|| format!("cannot listen on {listen:?}"));
         routes.push((bound?, target));
     }
     if options.sealed.is_some() {

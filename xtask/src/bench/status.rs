@@ -61,7 +61,9 @@ const PERIOD: Duration = Duration::from_millis(125);
 pub(super) fn run(options: &StatusOptions) -> Result<()> {
     ensure!(options.rounds > 0, "--rounds must be 1 or more");
     let dunlin = match &options.dunlin {
-        Some(dunlin) => dunlin.canonicalize().context("--dunlin")?,
+        Some(dunlin) => dunlin
+            .canonicalize()
+            .context("cannot find the file of --dunlin")?,
         None => program::dunlin()?,
     };
     let cpus = thread::available_parallelism()?.get();
@@ -219,7 +221,9 @@ impl Observed {
             .arg("--state-dir")
             .arg(site.path("state-b"));
         let (receive, line) = vm::Process::start(receive, "listening")?;
-        let address = line["address"].as_str().context("no address")?;
+        let address = line["address"]
+            .as_str()
+            .context("the destination reports no address")?;
         let mut migrate = command("migrate", "control");
         migrate
             .args(["--name", "vm", "--to", address, "--peer", "b.test"])
@@ -343,7 +347,9 @@ fn top(site: &Site) -> Result<pair::Process> {
     // Close this process's copies of the other end. Reading from the terminal then fails once
     // `dunlin top` has ended.
     drop(top);
-    terminal.read_exact(&mut [0]).context("`dunlin top`")?;
+    terminal
+        .read_exact(&mut [0])
+        .context("cannot read what `dunlin top` draws")?;
     thread::spawn(move || io::copy(&mut terminal, &mut io::sink()));
     Ok(process)
 }
