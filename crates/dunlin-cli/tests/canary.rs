@@ -91,7 +91,7 @@ impl Canary {
 struct Search(Vec<Vec<Vec<u8>>>);
 
 impl Search {
-    /// A needle that is in `text`.
+    /// Returns a needle that `text` contains.
     fn find(&self, text: &[u8]) -> Option<&[u8]> {
         (0..text.len().saturating_sub(1)).find_map(|at| {
             let start = usize::from(text[at]) << 8 | usize::from(text[at + 1]);

@@ -393,7 +393,7 @@ fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
     }
 }
 
-/// The rates that libvirt has for VMs while they move two at a time.
+/// Checks the rates that libvirt has for VMs while they move two at a time.
 #[test]
 fn budgets_are_shared_and_limits_are_kept() {
     if !soak() {

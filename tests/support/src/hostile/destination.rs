@@ -1,4 +1,4 @@
-//! A lying destination: the steps up to its lie, and the options of its source.
+//! A destination that lies in the protocol: the steps up to its lie, and the options of its source.
 
 use std::net::TcpListener;
 use std::thread;
