@@ -43,10 +43,11 @@ impl Carriers {
     }
 
     /// Returns the trunk that leads to the peer of a redirected entrance, or dials one if there is
-    /// none. Also tests the port of a relay.
+    /// none. For a relay, also tests whether the relay's port can be reached.
     ///
     /// # Errors
-    /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
+    /// The peer does not answer or refuses, the trunk has lost its control lane, or the relay's
+    /// port cannot be reached; `Busy` if the trunk is being dialled.
     pub(super) fn keep_up(&self, entrance: &Entrance) -> Result<Arc<Hub>, Failure> {
         let security = match entrance.mode {
             Mode::StripeOverIpsec => LaneSecurity::Ipsec,

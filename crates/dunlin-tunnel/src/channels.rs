@@ -92,7 +92,8 @@ impl Channels {
         });
     }
 
-    /// Ends a channel after its consumer left the last few bytes of one direction unread.
+    /// Ends a channel after the consumer on this side, or on the peer's side, left the last few
+    /// bytes of one direction unread.
     pub(super) fn left_unread(&mut self, channel: u32, by_peer: bool) {
         self.end(channel, |socket, id| {
             socket.left_unread();

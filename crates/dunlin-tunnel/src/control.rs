@@ -16,8 +16,8 @@ use dunlin_proto::fault::FaultCode;
 ///   Closing ──────▶ Over
 /// ```
 ///
-/// In `Closing` and `Over` the trunk has ended, and no transition leads back. In `Up` and
-/// `Closing` the stream is open: the talker closes it, so that the peer sees a clean end.
+/// In `Closing` and `Over` the trunk has ended, and no transition leads back. In `Up` and `Closing`
+/// the stream is open. In `Closing` the talker closes it, so that the peer sees a clean end.
 pub(super) enum Control {
     Up {
         epoch: u32,
@@ -86,7 +86,7 @@ impl Control {
         true
     }
 
-    /// Up → Closing, Lost → Over. The first reason is kept.
+    /// Up → Closing, Lost → Over. If the trunk has already ended, its first reason is kept.
     pub(super) fn give_up(&mut self, fault: FaultCode) {
         *self = match std::mem::replace(self, Self::Over { fault }) {
             Self::Up { stream, .. } => Self::Closing { fault, stream },

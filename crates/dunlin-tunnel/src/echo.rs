@@ -46,7 +46,7 @@ pub(super) fn start(echoes: &Arc<AtomicUsize>) -> io::Result<Stream> {
         .name("dunlin-echo".to_owned())
         .spawn(move || {
             let _running = running;
-            // A failure ends the connection, which the peer sees.
+            // After a failure the connection is closed too, so the peer needs no other report.
             let _ = io::copy(&mut (&far).take(MAX_PROBE_BYTES), &mut &far);
             let _ = far.shutdown(Shutdown::Write);
         })?;

@@ -79,7 +79,8 @@ impl EntranceListener {
     }
 
     /// Replaces the settings for later connections with those of `other`, which has the same
-    /// address. If `access` has changed, the listener creates its socket anew within a second.
+    /// address. If `access` has changed, a listener on a unix socket creates the socket anew within
+    /// a second.
     pub(super) fn set_entrance(&self, other: &Entrance, access: &FileAccess) {
         *lock(&self.settings) = Settings {
             entrance: other.clone(),
@@ -117,8 +118,8 @@ fn listen(
                 carriers.carry(&entrance, number, String::new(), stream.counted(count));
             }
             Accepted::Nothing => {}
-            // An error of a new socket is temporary, so treat it like a shortage of descriptors or
-            // memory.
+            // `Failed` includes the case that an option of the new connection cannot be set. That
+            // is temporary, so treat it like a shortage of descriptors or memory.
             Accepted::Shortage(error) | Accepted::Failed(error) => {
                 if !was_short {
                     let route = &entrance.route;

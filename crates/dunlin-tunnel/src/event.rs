@@ -36,7 +36,7 @@ pub enum Event {
         /// The address and the reason if lanes could not be opened.
         why: Option<String>,
     },
-    /// A channel carries bytes.
+    /// A channel is open: both of its ends are connected.
     Opened(ChannelId),
     /// A connection was refused before the channel was open, and is closed.
     Refused {
@@ -109,10 +109,11 @@ pub enum Event {
         /// The address.
         listen: Listen,
     },
-    /// A connection to the tunnel's port was rejected.
+    /// A connection to a port of the tunnel was rejected: to its port for peers, to a relay's port,
+    /// or to a port for redirected connections.
     Rejected {
-        /// The peer's address or, for a connection that was to become a lane, the text "a peer that
-        /// opened a lane".
+        /// For a control lane, the peer's name. For a data lane, the text "a peer that opened a
+        /// lane". For any other connection, the client's address.
         from: String,
         /// The reason's code.
         fault: FaultCode,

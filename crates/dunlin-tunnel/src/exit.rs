@@ -43,8 +43,9 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     hub.settle(&mut core);
 }
 
-/// Connects to a route that every tunnel has, for a peer that may use one of this side's targets.
-/// `None` if there is no such route for this peer.
+/// Connects to a built-in route, the echo or the report, for a peer that may use one of this side's
+/// targets. `None` if `route` is not built in, if the peer may use no target, or if this side makes
+/// no report.
 fn built_in(hub: &Hub, route: &str) -> Option<io::Result<Stream>> {
     if !matches!(route, ECHO_ROUTE | REPORT_ROUTE) || !hub.site.has_exit_for(&hub.terms.peer) {
         return None;

@@ -71,7 +71,7 @@ impl Failure {
         &self.text
     }
 
-    /// Whether no process listens at the peer's address.
+    /// Whether the peer's host refused the connection, as it does if no process listens there.
     pub(super) fn is_connection_refused(&self) -> bool {
         self.connection_refused
     }

@@ -113,7 +113,8 @@ impl<'a> Selected<'a> {
     /// Exchanges *accept* messages with the peer, for a new trunk.
     ///
     /// # Errors
-    /// The control lane is lost, or the peer sends another message.
+    /// The control lane is lost, the peer sends no valid *accept* by the deadline, or the random
+    /// number source fails.
     pub(super) fn agree(self, site: &Site, to: Destination) -> Result<Agreed, Failure> {
         let lanes = site.lanes_to(&to.to);
         let own_secret = SessionSecret(random()?);
@@ -220,7 +221,8 @@ impl Answered {
     /// Reads the peer's *accept* for a new trunk.
     ///
     /// # Errors
-    /// The control lane is lost, the peer sends another message, or the tunnel ends.
+    /// The control lane is lost, the peer sends no valid *accept* by the deadline, the tunnel ends,
+    /// the process has no free file descriptors, or the random number source fails.
     pub(super) fn agree(self, site: &Site) -> Result<Agreed, Failure> {
         let Received {
             control,

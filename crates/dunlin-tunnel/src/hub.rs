@@ -64,9 +64,9 @@ pub(super) struct Hub {
     /// Wakes the lanes' threads that wait for work, except the thread that watches the
     /// sockets.
     pub(super) idle: Condvar,
-    /// The number of running target programs of this peer.
+    /// The number of running target programs of this trunk.
     pub(super) programs: Arc<AtomicUsize>,
-    /// The number of running echoes of this peer.
+    /// The number of running echoes of this trunk.
     pub(super) echoes: Arc<AtomicUsize>,
     pub(super) last_report: LastReport,
     /// Cancels the dials of targets when the trunk has ended.
@@ -87,7 +87,7 @@ pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: Channels,
     pub(super) control: Control,
-    /// Handles with which any thread can shut down the open lanes of both sides.
+    /// Handles with which any thread can shut down the open lanes of both directions.
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
     /// Handles that cancel the dials of this side.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
@@ -186,7 +186,7 @@ impl Core {
         self.cutters.remove(&(direction, lane));
     }
 
-    /// The address that cannot be reached by lanes, and the reason.
+    /// The address and the reason, if the most recent attempt to open a lane failed.
     pub(super) fn trouble(&self) -> Option<String> {
         self.troubles.values().next().cloned()
     }
@@ -554,7 +554,7 @@ impl Hub {
             trouble: core.trouble(),
         };
         // Unlock the core first: in the kernel, a query of a connection waits while another call
-        // sends on the connection, and the other lanes must not wait too.
+        // sends on the connection. Other threads must not wait for the core's lock meanwhile.
         drop(core);
         let lanes = cutters.into_iter();
         status.by_lane = lanes.map(|(key, cut)| lane_status(key, &cut)).collect();

@@ -22,15 +22,15 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Whether a tunnel with these routes connects to peers. If not, the tunnel still connects to a
-    /// peer that has connected to it and that has wire version 1 or uses lanes over IPsec.
+    /// Whether a tunnel with these routes connects to peers. If not, the tunnel still opens lanes
+    /// to a peer that has connected to it, if the peer has wire version 1 or uses lanes over IPsec.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()
     }
 
     /// Whether a tunnel with these routes accepts peers. If not, the tunnel still accepts the lanes
-    /// of a peer to which it has connected and that has wire version 1 or uses lanes over IPsec.
+    /// of a peer to which it has connected, if the peer has wire version 1 or uses lanes over IPsec.
     #[must_use]
     pub fn accepts(routes: &Routes) -> bool {
         !routes.exits.is_empty() || !routes.relays.is_empty()
@@ -40,8 +40,8 @@ impl Identities {
         self.connecting.client(&self.crypto, peers)
     }
 
-    /// Returns TLS settings that admit the peers of all routes. [`Exit::allow`](crate::Exit::allow)
-    /// is checked later, when a channel is opened.
+    /// Returns TLS settings that admit the peers of all routes that use a trunk.
+    /// [`Exit::allow`](crate::Exit::allow) is checked later, when a channel is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
         let is_stripe = |one: &&Entrance| !matches!(one.mode, Mode::Relay(_));
         let entrances = routes.entrances.iter().filter(is_stripe);

@@ -205,7 +205,7 @@ pub struct Tunnel {
     carriers: Carriers,
     tls: ServerTls,
     entrances: Mutex<Vec<EntranceListener>>,
-    /// By their port on loopback.
+    /// The listeners for redirected connections, by their port on loopback.
     gates: Mutex<BTreeMap<u16, Gate>>,
     on_demand: Mutex<Vec<OnDemandListener>>,
     sockets: Sockets,

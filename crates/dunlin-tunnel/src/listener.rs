@@ -138,7 +138,7 @@ pub(super) struct LastingListener {
     lost: Lost,
 }
 
-/// Returns a new number for a listener or for a relay's port. Channels with the same number are
+/// Returns a new number for a listener or for a relay's port. The channels of one listener are
 /// connected in the order of acceptance.
 pub(super) fn next_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -332,7 +332,7 @@ impl LastingListener {
 enum Renewed {
     Listens(Listen),
     Lost(io::Error),
-    /// The socket stays, with its old permissions, because this process may not remove it.
+    /// The socket stays, with its old permissions, because its file could not be removed.
     Kept(io::Error),
 }
 
@@ -355,7 +355,7 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if self.id.is_some() && self.is_in_place() {
-            // Another process may have removed the file meanwhile.
+            // This fails if another process has removed the file meanwhile.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -420,7 +420,7 @@ mod tests {
         LastingListener::open(&mut listen, &access, &Sockets::default()).unwrap()
     }
 
-    /// Makes a check due.
+    /// Makes a check due, and performs it.
     fn renewed(listener: &mut LastingListener, access: &FileAccess) -> Option<Renewed> {
         listener.checked = Instant::now().checked_sub(CHECK_EVERY).unwrap();
         listener.renew(access)

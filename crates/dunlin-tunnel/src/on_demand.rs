@@ -330,8 +330,8 @@ impl ListenerTally {
             listener.wait(wakeup, short)?;
             wakeup.clear();
             listener.check(&carriers.site, &self.entrance.route, &self.access);
-            // Accept the whole backlog before the listener closes, because its connections arrived
-            // before the last channel ended.
+            // Unless `close` was called, accept the whole backlog before the listener closes: its
+            // connections arrived before the last channel ended.
             short = loop {
                 if self.lock().closing || (self.once && self.is_done()) {
                     return Ok(());

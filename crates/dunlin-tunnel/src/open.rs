@@ -19,7 +19,8 @@ const REQUESTED_PART: (u32, u32) = (3, 4);
 /// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
 ///
 /// # Errors
-/// The address that cannot be reached, and the reason.
+/// The trunk has ended, or the lane cannot be opened. The text of the failure then names the
+/// address and the reason.
 pub(super) fn dial(
     hub: &Hub,
     direction: Direction,

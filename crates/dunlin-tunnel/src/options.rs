@@ -300,13 +300,13 @@ impl Routes {
     }
 
     /// Limits the rate at which this side sends to a peer, on all routes together. If several
-    /// entries apply to a peer, the lowest rate counts.
+    /// entries match a peer, the lowest rate applies.
     pub fn with_peer_rate(mut self, peer: &Peer, bytes_per_s: u64) -> Self {
         self.rates.set_peer(peer, Some(bytes_per_s));
         self
     }
 
-    /// The owners that routes give to their sockets.
+    /// The owner, group and mode that routes set for their unix sockets.
     pub fn access_of_sockets(&self) -> impl Iterator<Item = &FileAccess> {
         self.access.values()
     }

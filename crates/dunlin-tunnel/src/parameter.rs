@@ -215,7 +215,7 @@ fn plain(path: &Path) -> PathBuf {
 /// parameter inserted.
 ///
 /// # Errors
-/// The peer's parameter is invalid, or is not the parameter in the route's target.
+/// The peer's parameter is missing, is invalid, or does not fit the route's target.
 pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, Failure> {
     let refuse = |text: String| {
         let text = format!("route {route:?}: {text}");

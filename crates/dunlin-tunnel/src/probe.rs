@@ -48,7 +48,8 @@ pub struct Report {
 /// Sends `bytes` through a channel to the peer of `entrance` and reads them back.
 ///
 /// # Errors
-/// The channel failed, or the peer returned other bytes.
+/// The relay's port cannot be reached, the channel was refused or failed, or the peer returned
+/// other bytes.
 pub(super) fn run(carriers: &Carriers, entrance: &Entrance, bytes: u64) -> Result<Probe, Failure> {
     let bytes = bytes.clamp(1, MAX_PROBE_BYTES);
     if let Mode::RelayAt(_) = entrance.mode {

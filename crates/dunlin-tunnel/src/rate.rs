@@ -92,7 +92,7 @@ impl Pacer {
         }
     }
 
-    /// Changes the limit. Bytes that were read under the old limit do not count any more.
+    /// Changes the limit. Bytes that were read under the old limit are not charged to the new one.
     pub(super) fn set_rate(&self, rate: Option<u64>) {
         if rate != self.rate() {
             self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
@@ -100,7 +100,7 @@ impl Pacer {
         }
     }
 
-    /// The size of the next read.
+    /// The maximum number of bytes of the next read: `most`, or fewer if the limit requires it.
     pub(super) fn limited(&self, most: usize) -> usize {
         let piece = self.rate().map(|rate| rate.div_ceil(READS_PER_S));
         piece.map_or(most, |piece| {
@@ -143,7 +143,7 @@ mod tests {
         // The pacer allows one burst without a wait.
         let range = Duration::from_millis(980)..Duration::from_millis(1001);
         assert!(range.contains(&wait), "{wait:?}");
-        // A raised limit does not count the earlier bytes.
+        // Bytes that were read before the limit was raised are not charged to the new limit.
         pacer.set_rate(Some(1 << 30));
         let next = pacer.spend(1 << 20);
         assert!(next.is_none_or(|next| next < begin + Duration::from_millis(100)));

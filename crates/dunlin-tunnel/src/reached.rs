@@ -3,7 +3,7 @@
 //! A path may be shared by several VMs: the hypervisor that waits for a second VM removes the
 //! socket of the first one and binds the path again. A later channel of the first VM would then
 //! reach the hypervisor of the second one. The tunnel cannot tell which VM a channel belongs to.
-//! But it records to which socket the open channels of a path are connected, by the inode. The
+//! But it records the inode of the socket to which the open channels of a path are connected. The
 //! kernel does not use that inode again while one of these channels is open. Until all of them have
 //! ended, further channels to the path are connected to the same socket or refused.
 //!
@@ -48,7 +48,8 @@ impl ReachedSockets {
     /// Adds a channel to the socket at `path`, before it connects.
     ///
     /// # Errors
-    /// Open channels are connected to an earlier socket at the path, or there is no file.
+    /// Open channels are connected to an earlier socket at the path, or stat(2) fails, for example
+    /// because there is no file.
     pub(super) fn enter(&self, route: &str, path: &Path) -> Result<Reached, Failure> {
         let id = id_of(path).map_err(|error| {
             let text = format!("route {route:?}: unix:{} cannot be reached", path.display());

@@ -100,8 +100,9 @@ fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
     }
 }
 
-/// Establishes a trunk and opens the listeners, one per address family. A failure is reported as an
-/// event, unless it has the code that was reported last.
+/// Establishes a trunk and opens the listeners, one per address family. If no trunk can be
+/// established, this is reported as an event, unless the failure has the code that was reported
+/// last.
 fn open(
     carriers: &Carriers,
     at: u16,
@@ -162,8 +163,8 @@ fn listeners(carriers: &Carriers, port: u16) -> io::Result<Vec<Worker>> {
 struct Listening {
     carriers: Carriers,
     listener: LastingListener,
-    /// A number for each route and peer: channels with the same number are connected in the order
-    /// of acceptance. Only configured peers get one.
+    /// A listener's number for each route and address of a peer: channels with the same listener's
+    /// number are connected in the order of acceptance. Only configured peers get one.
     numbers: BTreeMap<(String, String), u64>,
 }
 

@@ -106,7 +106,7 @@ impl fmt::Display for Target {
 /// The end of a relay that accepts TLS clients.
 #[derive(Clone, Debug)]
 pub struct RelayExit {
-    /// The route's name, for the log.
+    /// The route's name, for its rate limit, its counters and the log. TLS clients do not send it.
     pub route: String,
     /// The address of the port, which only this route uses. Clients that `allow` does not name
     /// are rejected.

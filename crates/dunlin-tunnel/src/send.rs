@@ -203,12 +203,12 @@ fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration>
     next.zip(now).map(|(next, now)| next.duration_since(now))
 }
 
-/// Does not read a channel again before `until`.
+/// Delays the next read of a channel until `until`.
 fn delay(hub: &Hub, core: &mut Core, channel: u32, until: Instant) {
     let is_next = core.delayed.iter().all(|(other, _)| *other > until);
     core.delayed.push((until, channel));
     if is_next && core.senders.watched {
-        // The thread that watches the sockets would wait for too long.
+        // Otherwise the thread that watches the sockets would wait for too long.
         hub.reads.wake();
     }
 }

@@ -61,7 +61,7 @@ pub(super) struct Site {
     /// The number of lanes that were lost or could not be opened.
     pub(super) lanes_lost: AtomicU64,
     pub(super) threads: Threads,
-    /// Control lanes and relays that are being dialled.
+    /// The dials and handshakes of control lanes and relays that are in progress.
     pub(super) dials: Dials,
 }
 
@@ -166,7 +166,7 @@ impl Site {
         entrances.filter(is_there).cloned().collect()
     }
 
-    /// The entrance of connections that were redirected from this address.
+    /// The entrance for redirected connections with this original destination.
     pub(super) fn redirected_entrance(&self, original: SocketAddr) -> Option<Entrance> {
         let routes = lock(&self.routes);
         let mut entrances = routes.entrances.iter();
@@ -281,7 +281,7 @@ impl Site {
         }
     }
 
-    /// Reports that a connection of a peer was rejected.
+    /// Reports that a connection was rejected.
     pub(super) fn reject(&self, from: impl ToString, fault: FaultCode, why: impl ToString) {
         let (from, why) = (from.to_string(), why.to_string());
         self.report(Event::Rejected { from, fault, why });

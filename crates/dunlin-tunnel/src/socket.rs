@@ -33,8 +33,8 @@ pub(super) enum Stream {
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: Stream,
-    /// Whether an error of the connection was returned to a thread. The kernel returns the error
-    /// once; later reads return 0, as at an end of file.
+    /// Whether a call other than a read has returned that the connection was reset. The kernel
+    /// returns this error once; later reads return 0, as at an end of file.
     is_reset: Mutex<bool>,
     /// Whether one thread per direction blocks in the kernel.
     blocks: AtomicBool,
@@ -175,7 +175,8 @@ impl Socket {
         }
     }
 
-    /// Wakes a blocked reader after [`Socket::abort`]. The hypervisor must not see a clean end.
+    /// Wakes a blocked reader after [`Socket::abort`], which wakes the reader of a unix socket
+    /// itself. Shuts down only the read direction, because the hypervisor must not see a clean end.
     pub(super) fn stop_reading(&self) {
         if matches!(self.stream, Stream::Tcp(_)) {
             // Fails only if the connection is closed.
@@ -222,8 +223,8 @@ impl Socket {
     }
 
     /// Makes the connection end as an abort when its last owner drops it. A unix socket cannot
-    /// signal an abort: its peer reads an end of file in the middle of the data, and an error when
-    /// it writes.
+    /// signal an abort: its peer reads an end of file in the middle of the data, and gets an error
+    /// when it writes.
     pub(super) fn abort(&self) {
         self.count.ends(Ending::Badly(None));
         self.close_at_once();
@@ -238,9 +239,10 @@ impl Socket {
     }
 
     /// Whether an error of the connection fails its channel immediately, even if received bytes
-    /// have not been read. If so, a thread must poll for the error while no thread reads. The
-    /// kernel treats TCP and unix sockets alike here: it reports an error immediately, and reads
-    /// return the received bytes before the error.
+    /// have not been read. This is so for TCP, so a thread must poll for the error while no thread
+    /// reads. For a unix socket, the received bytes are read first. The kernel makes no such
+    /// distinction: for both it reports an error immediately, and reads return the received bytes
+    /// before the error.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }

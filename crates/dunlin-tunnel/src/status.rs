@@ -19,7 +19,7 @@ pub struct Status {
     pub at: SocketAddr,
     /// The route of each open channel.
     pub channels: Vec<String>,
-    /// The number of open lanes of both sides.
+    /// The number of open lanes in both directions.
     pub lanes: usize,
     /// What each of these lanes has carried; empty for a channel of a relay.
     pub by_lane: Vec<LaneStatus>,
@@ -60,7 +60,8 @@ pub struct RouteStatus {
     pub listens: Option<Listen>,
     /// Why the route does not listen at present, although it should.
     pub lost: Option<Failure>,
-    /// The peer's address, if the route has an entrance on this side.
+    /// The peer's address, if the route has an entrance on this side. A redirected route can have
+    /// several addresses, separated by commas.
     pub to: Option<String>,
     /// Why the last attempt to connect to the peer's tunnel failed; `None` if it did not.
     pub trouble: Option<String>,

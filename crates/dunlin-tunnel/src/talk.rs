@@ -25,7 +25,7 @@ use dunlin_linux::tcp::silence;
 
 /// Maximum size of a batch of messages for one write.
 const BATCH_BYTES: usize = 32 * 1024;
-/// The reader sends a ping after one fifth of the permitted silence.
+/// While no message arrives, the reader sends a ping after each fifth of the permitted silence.
 const ASK_PART: u32 = 5;
 /// How long the dialling side keeps a trunk without channels. It is longer than the lanes are kept,
 /// so that the next migration can use the same trunk.
@@ -249,7 +249,7 @@ fn read_one(
 /// Reports that the peer has not answered the first ping. Changes nothing: a process that gets no
 /// processor time looks like one that is stopped.
 fn report_silence(hub: &Hub, control: &ControlStream) {
-    // The kernel acknowledges the ping also if the process does not run.
+    // The peer's kernel acknowledges the ping even if the peer's process does not run.
     let host_answers = silence(control.socket()).is_ok_and(|found| found.unacknowledged == 0);
     let limit = hub.site.limits.silence();
     let what = format!("the peer's tunnel is silent, and counts as lost after {limit:?}");
@@ -283,7 +283,8 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
 }
 
 /// Dials the control lane until it is up or the trunk has ended. If no lane is open, and the peer's
-/// host refuses the connections for some time, the process that had the trunk has ended.
+/// host refuses the connections for some time, this ends the trunk, because the process that had
+/// the trunk has ended.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;

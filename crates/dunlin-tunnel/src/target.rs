@@ -30,11 +30,12 @@ use super::socket::{Socket, Stream};
 /// How often a channel checks whether the channels to an earlier socket have ended.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// Connects a channel of `route` to a target. `programs` counts the programs that were started for
-/// the same peers and have not ended.
+/// Connects a channel of `route` to a target. `programs` counts the running programs of the same
+/// trunk or, for a relay, of all relays.
 ///
 /// # Errors
-/// The target cannot be reached in time, or `stop` becomes readable first.
+/// The target cannot be reached in time, its program cannot be started, another process has bound
+/// its path, or `stop` becomes readable first.
 pub(super) fn open(
     site: &Arc<Site>,
     programs: &Arc<AtomicUsize>,
@@ -71,7 +72,8 @@ pub(super) fn open(
 /// have ended: if a peer's tunnel was killed, its channels end only after some seconds.
 ///
 /// # Errors
-/// The errors of [`ReachedSockets::enter`], at the deadline.
+/// The errors of [`ReachedSockets::enter`]. If channels to an earlier socket have not ended, the
+/// error is returned at the deadline or when `stop` becomes readable.
 ///
 /// [`ReachedSockets::enter`]: super::reached::ReachedSockets::enter
 fn enter(
@@ -133,8 +135,8 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
         let text = format!("limit of running programs reached for this peer ({most})");
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
-    // Start the thread before the program, because a program that no thread waits for stays as a
-    // zombie.
+    // Start the thread before the program: if no thread waits for the program, it becomes a zombie
+    // when it ends.
     let (started, child) = channel::<Child>();
     let (site, name) = (Arc::clone(site), program.clone());
     thread::Builder::new()
@@ -155,11 +157,11 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
         .args(arguments)
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)));
-    // This process may block its signals in all threads except one. The program must not inherit
-    // that signal mask.
+    // A process can run the tunnel with its signals blocked in all threads except one. The program
+    // must not inherit that signal mask.
     unblock_in(&mut command);
     let child = command.spawn()?;
-    // The thread is blocked in `recv` until it receives the child.
+    // This does not fail: the thread waits in `recv` until it receives the child.
     let _ = started.send(child);
     Ok(near)
 }

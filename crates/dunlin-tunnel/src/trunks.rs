@@ -2,8 +2,8 @@
 //! or accepts a trunk that a peer has dialled. A trunk is removed when it has ended.
 //!
 //! ```text
-//!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or its peer is refused by now ─▶ Dialling
-//!               └── no trunk ─▶ its connections are refused            (next connection)
+//!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or peer or own certificate refused ─▶ Dialling
+//!               └── no trunk ─▶ its connections are refused                 (next connection)
 //!
 //!   a peer's control lane ─▶ accept ─▶ a trunk, or the next control lane of one
 //!   a peer's lane ─────────▶ accept_lane ─▶ its trunk
@@ -38,9 +38,9 @@ use dunlin_lane::security::{acceptor, dialer};
 /// The maximum number of connections that wait while their trunk is dialled. It is enough for one
 /// hypervisor with the maximum number of channels.
 const WAITING: usize = 512;
-/// The maximum number of trunks with one peer. A peer needs one for each set of allowed
-/// identities, in either direction. Trunks that have lost the peer but have not detected that yet
-/// count too.
+/// The maximum number of trunks with one peer. A peer needs one trunk for each set of identities
+/// that routes allow, in either direction. Trunks that have lost the peer but have not detected that
+/// yet are included.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {
@@ -136,8 +136,9 @@ impl Trunks {
             State::Up(hub) => match self.open(hub, &connection) {
                 Ok(()) => return,
                 Err(OpenError::Over) => {
-                    // With renewed certificates, a new trunk takes the place of this one. Without
-                    // them, the new trunk's handshake fails and reports the reason.
+                    // The trunk has ended, or a certificate is no longer accepted. The new trunk
+                    // uses the current certificates. If they are not accepted either, its handshake
+                    // fails and reports the reason.
                     peering.state = State::Dialling(vec![connection]);
                     drop(peerings);
                     return self.dial(destination);
@@ -153,7 +154,8 @@ impl Trunks {
     /// reports an event only if connections wait for the trunk.
     ///
     /// # Errors
-    /// The peer does not answer, or refuses; `Busy` if the trunk is being dialled.
+    /// The peer does not answer or refuses, or the trunk has lost its control lane; `Busy` if the
+    /// trunk is being dialled.
     pub(super) fn keep_up(self: &Arc<Self>, to: Destination) -> Result<Arc<Hub>, Failure> {
         {
             let mut peerings = lock(&self.peerings);
@@ -301,8 +303,8 @@ impl Trunks {
         Ok(())
     }
 
-    /// The trunk that an offer belongs to, or `None` if the offer asks for a new one. All refusals
-    /// are decided here, while the peer waits for an answer.
+    /// The trunk that an offer belongs to, or `None` if the offer asks for a new one. Refusals are
+    /// decided here as far as possible, because the peer still waits for the answer to its offer.
     fn trunk_of(&self, received: &Received) -> Result<Option<Arc<Hub>>, Refusal> {
         let refuse = |fault, text: &str| {
             let text = text.to_owned();

@@ -40,7 +40,7 @@ impl WatchedSockets {
         self.sockets.add(socket, token, wanted)
     }
 
-    /// Rearms a socket, so that its readiness is reported once more.
+    /// Rearms a socket, so that its readiness is reported again.
     pub(super) fn again(&self, socket: impl AsFd, token: u64, wanted: Readiness) {
         // Fails only if the socket is closed.
         let _ = self.sockets.again(socket, token, wanted);
@@ -59,7 +59,7 @@ impl WatchedSockets {
         }
     }
 
-    /// Ends the wait of one thread that waits now, or the next wait if no thread waits.
+    /// Ends the wait of at least one thread that waits now, or the next wait if no thread waits.
     pub(super) fn wake(&self) {
         self.waker.wake();
     }

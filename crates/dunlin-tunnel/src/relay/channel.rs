@@ -145,7 +145,7 @@ impl Channel {
         }
     }
 
-    /// Whether an answer from the peer is overdue.
+    /// Whether the peer owes an acknowledgement and has sent nothing for `vanished`.
     pub(super) fn is_silent(&self, vanished: Duration) -> bool {
         silence(&self.tls).is_ok_and(|silent| silent.is_overdue(vanished))
     }

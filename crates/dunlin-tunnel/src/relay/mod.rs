@@ -193,7 +193,7 @@ impl Relays {
         dial::reach(&self.site, entrance, &Dial::of(entrance, "")?).map(drop)
     }
 
-    /// Carries a TLS client that a port has authenticated.
+    /// Carries the connection of a TLS client that a port has authenticated.
     fn take(self: &Arc<Self>, port: u64, mut exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
         if let Target::Ports { .. } = exit.target {
@@ -244,7 +244,8 @@ impl Relays {
         }
     }
 
-    /// Counts a channel that will wait in a queue, or refuses it if a limit is reached.
+    /// Counts a channel that will wait in a queue, or refuses it if a limit is reached or the
+    /// tunnel is draining.
     fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
         let limits = &self.site.limits;
         let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);

@@ -20,12 +20,13 @@ use crate::watched::WatchedSockets;
 
 /// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 16;
-/// A peer is silent if this number of consecutive checks have found no change: after about a fifth of
-/// [`Limits::vanished`](crate::Limits::vanished), when the peer of a trunk counts as silent. It counts as
-/// silent until as many checks have found changes: a program that reads slowly causes one report.
+/// A peer counts as silent once this number of consecutive checks have found bytes waiting for it
+/// and no progress. That takes about a fifth of [`Limits::vanished`](crate::Limits::vanished), as
+/// for the peer of a trunk. The peer counts as silent until as many consecutive checks have found
+/// progress, or no bytes waiting: a program that reads slowly causes only one report.
 const SILENT: u32 = 3;
 
-/// A peer's name and host. One process of the peer has all its channels.
+/// A peer's name and host. The checks assume that one process there has all channels of the peer.
 type PeerAt = (String, IpAddr);
 
 /// What the checks have found about the channels of a peer.
@@ -39,7 +40,7 @@ struct Progress {
     is_overdue: bool,
     /// The number of consecutive checks that found bytes waiting and no progress.
     unchanged: u32,
-    /// The number of consecutive other checks.
+    /// The number of consecutive checks that found progress, or no bytes waiting.
     changed: u32,
     is_reported: bool,
 }
@@ -112,7 +113,7 @@ impl Watch {
         let mut any = false;
         // Whether a channel may have freed buffers since the last check.
         let mut has_freed = false;
-        // The channels with a peer that was silent at the last check. One check is not enough:
+        // The channels with an overdue acknowledgement at the last check. One check is not enough:
         // after a long silence of both sides, data that was sent just before the check seems to be
         // overdue.
         let mut silent = BTreeSet::new();
