@@ -35,8 +35,8 @@ fn soak(usual: usize, soak: usize) -> usize {
     }
 }
 
-/// Sends random bytes that the other end can compute, and may close the connection in the middle.
-/// Returns the number of bytes that the connection accepted.
+/// Sends random bytes that the other end can compute. Then ends this direction or, with `aborts`,
+/// closes the connection in both directions. Returns the number of bytes of the complete writes.
 fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usize {
     let mut stream = stream;
     let mut content = vec![0; bytes];
@@ -99,7 +99,7 @@ fn many_channels_carry_random_bytes_both_ways_and_some_are_aborted() {
         let mut threads: Vec<JoinHandle<()>> = Vec::new();
         for number in 0..channels {
             let (near, far) = pair.channel();
-            // One in four channels is aborted by one of its ends, in the middle.
+            // For about one channel in four, neither end, one end or both ends close it early.
             let aborts = random.below(4) == 0;
             for (from, to) in [(&near, &far), (&far, &near)] {
                 let seed = random.number();
@@ -320,8 +320,8 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// Either side may stop admitting its peer, because the key is denied or the certificate is
-/// revoked. The peer then gets no new channel.
+/// If the peer's key is denied, or its certificate is revoked, on either side, the trunk gets no
+/// new channel.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
     for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -339,8 +339,8 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         replace(true);
         replace(false);
         let (mut near, mut far) = pair.channel();
-        // The first exchange opens one lane in each direction. The second exchange needs no new
-        // lane, because the peer would not admit one.
+        // The first exchange opens one lane in each direction. The second exchange uses these
+        // lanes, because the peer no longer admits a new one.
         let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
             near.write_all(b"x").unwrap();
             far.read_exact(&mut [0]).unwrap();

@@ -240,7 +240,8 @@ impl SealedLanes for Ipsec {
     }
 }
 
-/// Starts a tunnel with lanes over IPsec. Returns it with the settings of a peer.
+/// Starts a tunnel with lanes over IPsec. Returns it with its events and the TLS settings of a
+/// peer.
 fn far_over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, ClientTls) {
     let authority = Authority::new();
     let exit = Exit {

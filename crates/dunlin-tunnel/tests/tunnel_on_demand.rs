@@ -141,7 +141,7 @@ fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     let first = scene.open("ram", Some("vm=web"), "first");
     let second = scene.open("ram", Some("vm=mail"), "second");
     assert_ne!(first.number(), second.number());
-    // Two listeners at the same time, each to its own VM.
+    // Two listeners are open at the same time, each for its own VM.
     let (mut near_web, mut near_mail) = (connect(&first), connect(&second));
     near_web.write_all(b"w").unwrap();
     near_mail.write_all(b"m").unwrap();

@@ -236,7 +236,7 @@ fn i7_a_replayed_reflected_or_unrequested_lane_is_refused_and_the_requested_one_
     let mut target = peer.channel(&pair);
     let number = receive_until(&peer.control, wanted);
     let events = &pair.far_events;
-    // The direction is flipped, in both ways.
+    // Lanes with a direction that was changed after the proof was made, in both ways.
     for direction in [FromDialer, ToDialer] {
         let flipped = LaneOpen {
             direction,
@@ -271,10 +271,10 @@ fn i7_a_replayed_reflected_or_unrequested_lane_is_refused_and_the_requested_one_
     let requested = peer.open(number, ToDialer);
     let mut lane = peer.lane(&requested).into_receiver().unwrap();
     wait_until("the lane", || only(pair.far.as_ref()).lanes == 1);
-    // The same bytes again, on another connection.
+    // Send the same first bytes again, on another connection.
     let _lane = peer.lane(&requested);
     rejected(events, FaultCode::DuplicateLane, 2);
-    // The other direction has numbers of its own.
+    // The lanes of the opposite direction have numbers of their own.
     let _other = peer.lane(&peer.open(number, FromDialer));
     wait_until("the other lane", || only(pair.far.as_ref()).lanes == 2);
     target.write_all(b"from the target").unwrap();
@@ -379,7 +379,7 @@ fn both_sides_name_the_address_that_lanes_cannot_reach() {
     far.read_exact(&mut [0]).unwrap();
     let relay = pair.relay.take().unwrap();
     let at = relay.address.to_string();
-    // From now on the control lane works, and new connections are closed at once.
+    // From now on the control lane stays up, but new connections are closed at once.
     relay.refuse(true);
     for lane in 1..relay.count() {
         relay.cut(lane);
@@ -503,10 +503,10 @@ fn i7_the_opening_side_takes_no_lanes_from_its_peer() {
     assert_eq!(trunk.port, 0, "no port accepts lanes");
     let (_lane, own) = peer.lane();
     assert_eq!((own.version, own.direction), (2, FromDialer));
-    // The proof holds for the peer's secret, not for this side's.
+    // The proof was made with the peer's secret. The near tunnel requires one made with its own.
     let _reflected = peer.opens(&own);
     rejected(&peer.events, FaultCode::WrongSecret, 1);
-    // The peer has this side's secret too.
+    // The peer also has the near tunnel's secret, so it can make such a proof.
     for (count, direction) in [FromDialer, ToDialer].into_iter().enumerate() {
         let open = LaneOpen::unproved(2, own.session, 1, direction);
         let proved = LaneOpen {

@@ -25,7 +25,8 @@ const RATE: u64 = 16 * MIB;
 /// The time over which a rate is measured.
 const PERIOD: Duration = Duration::from_millis(1500);
 
-/// Two tunnels with the routes `ram` and `disk`, which are stripes or relays. Writers fill them.
+/// Two tunnels with the routes `ram` and `disk`, which are stripes or relays. Threads write to
+/// their channels without a pause.
 struct Scene {
     near: Tunnel,
     _far: Tunnel,
@@ -129,7 +130,7 @@ impl Scene {
 
     /// The rate of each route over [`PERIOD`], in bytes per second.
     fn rates(&self) -> [f64; 2] {
-        // The bytes of an earlier limit and of the first burst do not count.
+        // Do not measure the bytes of an earlier limit and of the first burst.
         thread::sleep(Duration::from_millis(100));
         let (begin, before) = (Instant::now(), self.sent());
         thread::sleep(PERIOD);
@@ -147,7 +148,7 @@ impl Scene {
 impl Drop for Scene {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // The bytes in the kernel's buffers still have to arrive.
+        // Remove the limit, so that the bytes in the kernel's buffers arrive soon.
         let _ = self.near.set_rate("ram", None);
         for thread in self.threads.drain(..) {
             let _ = thread.join();

@@ -347,7 +347,7 @@ fn a_probe_sends_bytes_to_a_peer_and_back() {
 fn a_probe_reports_why_a_peer_cannot_be_used() {
     let authority = Authority::new();
     let (near, _) = near(&authority, &Routes::default());
-    // The peer admits this side to no target.
+    // No target of this peer is allowed for this side.
     let stranger = far(&authority, OTHER, &["127.0.0.1"], one(free_port()));
     let refused = near.probe(&entrance(Listen::OnDemand, stranger.address().unwrap()), 1);
     let refused = refused.unwrap_err();

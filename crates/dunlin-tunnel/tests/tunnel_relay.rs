@@ -820,7 +820,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = scene.far_events.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
-    // The near side sees the failure after its handshake or still during it.
+    // The near side detects the failure during or after its handshake.
     let ended = |event: &Event| is_aborted(event) || refused(event);
     scene.near_events.wait("abort", ended);
 }

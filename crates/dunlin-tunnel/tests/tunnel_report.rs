@@ -170,7 +170,7 @@ fn i7_a_hostile_report_is_refused_by_the_side_that_asked() {
         let near = near(&authority);
         let hostile = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            // The asking side closes the channel before it has read everything.
+            // This fails if the asking side closes the channel before it has read everything.
             let _ = stream.write_all(&bytes);
         });
         let refused = near.report(&to(&far)).unwrap_err();

@@ -326,7 +326,7 @@ fn a_consumer_that_resets_while_the_source_is_idle_aborts_the_channel() {
 fn refusals_have_a_reason_and_other_channels_continue() {
     let scratch = Scratch::new();
     let full = scratch.join("full");
-    // A listener that never accepts, with a backlog for one connection.
+    // A listener that never accepts, with a full backlog.
     let silent = UnixListener::bind(&full).unwrap();
     let _waiting = fill_backlog(&full);
     let missing = Target::Unix(scratch.join("none"));
@@ -560,8 +560,8 @@ fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
     near.write_all(b"x").unwrap();
     listener.accept().unwrap().0.read_exact(&mut [0]).unwrap();
 
-    // A listener that remains configured is never closed, and its connections go to another target
-    // from now on.
+    // A listener that remains configured is never closed, and its connections are carried as
+    // before.
     let entrances = vec![entrance("good", free, &far), entrance("new", free, &far)];
     replace(entrances).unwrap();
     assert_eq!(scene.entrance("good"), at);
