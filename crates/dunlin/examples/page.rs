@@ -263,7 +263,7 @@ fn run(directory: &Path) -> Result<String, VmmError> {
     });
     let (report, received) = (report?, received?);
 
-    // The source's guest ends when its copy is destroyed.
+    // The guest's thread at the source ends when `destroy` stops the VM.
     let [guest_here, guest_there] = threads;
     guest_here.join().expect("the guest does not panic");
     let moved_at = here.guest().steps;

@@ -78,7 +78,7 @@
 //! | [`AtSource`] | undone everything; the guest runs, or is paused if its owner had paused it | reports the error, and may retry |
 //! | [`StuckAtSource`] | called `reactivate` or `resume`, which failed | repairs the cause and resumes the guest |
 //! | [`InDoubt`] | sent *commit* and got no usable answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
-//! | [`RanThenDied`] | learnt that the destination started the VM and lost it | keeps it paused until an operator decides: [`Doubt::resolve`] |
+//! | [`RanThenDied`] | received the answer that the VM was started at the destination and no longer runs | keeps it paused until an operator decides: [`Doubt::resolve`] |
 //! | [`Gone`] | ended the migration, because the guest powered off or stopped | frees the VM |
 //!
 //! At the destination the VM does not run after an error, and the engine has called

@@ -110,7 +110,7 @@ type Bitmaps = Vec<Vec<u64>>;
 impl<W: Writer + ?Sized> Test<'_, W> {
     /// Performs one recording, from start to stop.
     fn recording(&mut self, running: bool) -> Result<(), Violation> {
-        // These pages are written before the start, so they must not be part of the log.
+        // Pages that are written before the log starts must not be in it.
         self.writer.resume().map_err(failed("Writer::resume"))?;
         std::thread::sleep(self.effort.between);
         if !running {

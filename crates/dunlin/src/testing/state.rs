@@ -63,7 +63,7 @@ pub(super) struct Moment {
 }
 
 impl Moment {
-    /// Pauses the guest and saves its state, twice.
+    /// Pauses the guest, and saves its state twice.
     pub(super) fn of(vm: &dyn SourceVm, effort: &Effort) -> Result<Self, Violation> {
         const METHOD: &str = "SourceVm::save";
         vm.pause().map_err(failed("SourceVm::pause"))?;
@@ -130,7 +130,7 @@ fn fits(sections: &[Section]) -> Result<(), Violation> {
         if section.name.len() > MAX_NAME_BYTES || section.bytes.len() > MAX_SECTION_BYTES {
             return Err(broken(
                 METHOD,
-                "a section has a name of at most 255 bytes and just under 1 MiB of content",
+                "a section has a name of at most 255 bytes and less than 1 MiB of content",
                 format!("{} has {} bytes", label(section), section.bytes.len()),
             ));
         }
