@@ -111,7 +111,7 @@ fn each_part_of_a_vmm_is_tested_by_itself() {
 /// How a faulty VMM deviates from the VMM that it wraps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
-    /// One log of two is left out.
+    /// One of the VM's two logs is left out.
     LogForgets,
     /// A log reports each page again and again.
     LogKeeps,

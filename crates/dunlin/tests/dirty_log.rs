@@ -70,8 +70,8 @@ impl Writer for Scribbler {
                     };
                     write(&memory, region, word * 8, state);
                 }
-                // Write slowly: if each round of the test had to copy many pages, there would be
-                // few rounds.
+                // Write slowly: the test copies every written page in each round, so many pages
+                // would make it slow.
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }
             state
@@ -175,17 +175,17 @@ fn i5_write_protection_conforms_on_huge_pages() {
 /// How a broken log changes the reports of a correct one.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// It omits one page in five hundred.
+    /// The log omits one page in five hundred.
     Forgets,
-    /// It reports each page one fetch late.
+    /// The log reports each page one fetch late.
     Lags,
     /// The log reports each page in every later fetch too.
     Keeps,
     /// The log reports pages that were written before the start.
     StartsFull,
-    /// It reports a page beyond the last.
+    /// The log reports a page beyond the last.
     Outside,
-    /// It never reports a page.
+    /// The log never reports a page.
     Silent,
     /// Every fetch fails.
     Fails,

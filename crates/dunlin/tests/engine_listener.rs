@@ -207,8 +207,8 @@ fn i2_one_value_serves_one_session_after_another() {
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
-/// A value between two sessions gets no offer while another value waits. An offer that waits for a
-/// value that is dropped goes to another value.
+/// A `Listener` value that is between two sessions gets no offer while another one waits. An offer
+/// that waits for a value that is dropped goes to another value.
 #[test]
 fn i2_no_offer_is_lost_to_a_value_that_receives_no_more() {
     let (client, server) = tls();
@@ -227,7 +227,7 @@ fn i2_no_offer_is_lost_to_a_value_that_receives_no_more() {
         receive(value).unwrap();
         sent.join().unwrap().unwrap();
     }
-    // One offer waits for each value, and a third one is refused.
+    // One offer waits for each of the two `Listener` values, and a third offer is refused.
     let offer = |session| Peer::offering(address, &client, LaneSecurity::Tls, [session; 16]);
     let [early, _other] = [1, 2].map(offer);
     let answer = read_opening(&offer(3).stream);

@@ -544,7 +544,7 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     let vm = running(8 << 20);
     let cancel = Cancel::new();
     let (warned, warning) = sync_channel(1);
-    // When the destination acquires the disks, the source has sent *commit*. The hook lasts until
+    // When the destination acquires the disks, the source has sent *commit*. The hook waits until
     // the source has warned that the cancellation is too late.
     let (same, warning) = (cancel.clone(), Arc::new(Mutex::new(warning)));
     let builder = TestBuilder {

@@ -64,8 +64,8 @@ fn a_vmm_that_may_not_open_sockets_is_given_them() {
     );
 }
 
-/// The example replays each guest from its start, so memory is equal only if no step was lost at
-/// either host.
+/// The example replays the guest's steps in a new VM, so memory is equal only if no step was lost
+/// at either host.
 #[test]
 fn i1_i3_a_vm_with_its_own_dirty_bitmap_moves_between_pinned_hosts() {
     let printed = run("page");

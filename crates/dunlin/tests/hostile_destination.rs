@@ -504,7 +504,7 @@ fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
     );
 }
 
-/// Repeated acknowledgements of a chunk count once.
+/// Repeated acknowledgements of a chunk have no further effect.
 #[test]
 fn i8_acknowledgements_repeated_without_end_do_no_harm() {
     let ends = stays(MALFORMED, "unexpected ready");

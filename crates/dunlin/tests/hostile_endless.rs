@@ -54,7 +54,7 @@ fn i2_a_destination_that_repeats_messages_in_the_last_pass_is_given_up() {
         |listener, tls| {
             let mut peer = described(listener, tls);
             peer.send(&Message::Accept(accept_message()));
-            // The connection waits in the listener's queue.
+            // The lane's connection waits in the listener's backlog.
             assert!(wait_readable(listener, soon()).unwrap());
             repeat(&mut peer, &Message::LaneUp { lane: 1 });
         },

@@ -78,8 +78,8 @@ fn undisturbed(
     took
 }
 
-/// Checks that the session takes only slightly longer than without the flood. It takes longer
-/// because the unauthenticated clients run on the same CPUs.
+/// Checks that the session takes at most 1.5 times as long as without the flood, plus 500 ms. Some
+/// delay is expected, because the flood's clients run on the same CPUs.
 fn assert_undisturbed(took: Duration, quiet: Duration) {
     assert!(
         took < quiet * 3 / 2 + Duration::from_millis(500),

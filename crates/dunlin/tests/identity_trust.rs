@@ -169,7 +169,7 @@ fn a_revocation_list_is_for_its_authority_alone() {
     );
 }
 
-/// The files of a host in the layout of another hypervisor.
+/// The files of a host in the layout of QEMU or libvirt, at these paths.
 fn as_layout(ca: &Ca, name: &str, paths: [&str; 5]) -> Host {
     let host = Host(Scratch::new());
     let [authorities, revocations, key_directory, client, server] = paths;
@@ -245,7 +245,8 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
             &near(&source, names(&[DESTINATION])),
             &far(&destination, names(&[SOURCE])),
         );
-        // A certificate for the other role is refused here, before the peer refuses it.
+        // A source's certificate cannot serve a destination: it is refused here, before the peer
+        // refuses it.
         let error = source
             .server(&Crypto::auto(), Peers::AnyFromAuthority)
             .unwrap_err();

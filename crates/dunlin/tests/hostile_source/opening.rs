@@ -1,4 +1,4 @@
-//! Tests false openings, and second sources. Both are refused.
+//! Tests that the destination refuses false openings, and a second source.
 
 use std::net::TcpListener;
 use std::time::Duration;
