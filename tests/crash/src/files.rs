@@ -50,7 +50,7 @@ impl Files {
     /// returns `None`.
     ///
     /// # Errors
-    /// The file cannot be opened or locked.
+    /// The file cannot be opened or locked, or the violation cannot be recorded.
     pub fn take(&self, what: &str, side: &str) -> io::Result<Option<File>> {
         let file = OpenOptions::new()
             .create(true)

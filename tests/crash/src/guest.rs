@@ -4,9 +4,9 @@
 //! The guest counts. Step `n` fills one of its hot pages with `n`, then writes `n` into the first
 //! word of its memory. The pages that are not hot never change. A witness file, which every process
 //! with a guest maps, contains the highest count that the guest has reached in any process. A guest
-//! that starts must have the same count, and each of its pages must match the count. While a guest
-//! runs, its process holds two locks, one for running and one for the guest's disk. Only one
-//! process at a time can hold each lock.
+//! that starts must have the count of the witness file, and each of its pages must match this
+//! count. While a guest runs, its process holds two locks, one for running and one for the guest's
+//! disk. Only one process at a time can hold each lock.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -78,7 +78,7 @@ impl Guest {
     /// Writes the initial content of memory and acquires the disk.
     ///
     /// # Errors
-    /// The memory cannot be written.
+    /// The memory cannot be written, or the disk cannot be acquired (see [`Guest::acquire`]).
     pub fn create(&self) -> io::Result<()> {
         for page in HOT_PAGES..PAGES {
             write(&self.memory, page, page)?;
@@ -95,8 +95,8 @@ impl Guest {
     /// Runs the guest, unless it runs already.
     ///
     /// # Errors
-    /// A file cannot be opened or the thread cannot be started. Violations are recorded in
-    /// the notes.
+    /// A file cannot be opened, locked, read or written, or the thread cannot be started. A
+    /// violation does not cause an error: it is recorded in the notes.
     pub fn resume(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.writer.is_some() {
@@ -140,7 +140,7 @@ impl Guest {
     /// Acquires the disk, unless the guest has it already.
     ///
     /// # Errors
-    /// Another process holds the disk, or its file cannot be opened.
+    /// Another process holds the disk, or a file cannot be opened, locked or written.
     pub fn acquire(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.disk.is_none() {
@@ -260,7 +260,7 @@ impl DirtyLog for HotPages {
 /// The guest memory of `side`, mapped for the migration.
 ///
 /// # Errors
-/// The file cannot be mapped.
+/// The file cannot be created, resized or mapped.
 pub fn mapped(files: &Files, side: &str) -> io::Result<MappedMemory<()>> {
     let memory = map(&files.memory(side), PAGES * PAGE_BYTES)?;
     Ok(MappedMemory::new(memory, 4096))

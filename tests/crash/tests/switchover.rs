@@ -1,6 +1,6 @@
 //! Sends SIGKILL or SIGSTOP to the destination, to the source's migrating process or to both, at
-//! each step of the switchover. The table shows which side runs the VM at the end, or with which
-//! process the VM died. The VM never runs on both sides.
+//! each step of the switchover. Each test prints a table, which shows which side runs the VM at the
+//! end, or with which process the VM died. The VM never runs on both sides.
 //!
 //! `DUNLIN_SOAK=1` runs every case several times.
 #![allow(clippy::unwrap_used)]

@@ -55,7 +55,7 @@ pub enum Ending {
     Destination,
     /// The VM died with the source's process, and no journal contradicts that.
     DiedAtSource,
-    /// The VM died with the destination's process, after the source had released it.
+    /// The VM died with the destination's process, and the source has released the VM.
     DiedAtDestination,
     /// The VM died with the destination's process, the source was informed, and an operator
     /// has resumed the source's copy.
