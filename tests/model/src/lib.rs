@@ -38,10 +38,9 @@ pub struct Budget {
     pub faults: u8,
     /// How many times an operator may cancel.
     pub cancellations: u8,
-    /// How many stray answers about another attempt may arrive.
+    /// How many answers about another migration attempt of the same session may arrive.
     pub strays: u8,
-    /// How many control lanes the source may open: one for the attempt, and one for each
-    /// inquiry.
+    /// How many control lanes the source may open: one for the migration, and one for each inquiry.
     pub epochs: u8,
 }
 
@@ -50,7 +49,7 @@ pub struct Budget {
 pub struct Switchover {
     /// The limits on failures.
     pub budget: Budget,
-    /// Whether the guest is to run at the destination. Otherwise it stays paused.
+    /// Whether the guest runs at the destination after the migration. Otherwise it stays paused.
     pub run: bool,
 }
 

@@ -39,7 +39,7 @@ pub enum Step {
     SourceCancels,
     /// Something fails at the source.
     SourceFails,
-    /// An answer *aborted* about another attempt arrives.
+    /// An answer *aborted* about another migration attempt of the same session arrives.
     StrayAnswer,
     /// The operator decides, after checking both sides.
     Resolve(Resolution),

@@ -17,7 +17,7 @@ pub struct World {
     pub lanes: Vec<Lane>,
     /// Failures that may still occur.
     pub budget: Budget,
-    /// Whether the guest is to run at the destination. Otherwise it stays paused.
+    /// Whether the guest runs at the destination after the migration. Otherwise it stays paused.
     pub run: bool,
     /// Past events, which only the properties use.
     pub history: History,
@@ -62,7 +62,7 @@ pub struct DestinationSide {
     pub epoch: u8,
     /// The VM.
     pub copy: Copy,
-    /// Whether this side may hold the disks and devices.
+    /// Whether this side holds the disks and devices, or some of them.
     pub devices: bool,
 }
 
@@ -99,7 +99,7 @@ pub enum FromDestination {
     Running,
     /// *cancel* or *refuse*.
     Cancel,
-    /// *answer* about this attempt.
+    /// *answer* about this migration attempt.
     Answer(Verdict),
 }
 
