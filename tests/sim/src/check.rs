@@ -50,7 +50,7 @@ impl fmt::Display for Violation {
 /// What the checks record between steps.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
-    /// The last attempt in which the VM was run at the destination.
+    /// The last migration attempt in which the VM was run at the destination.
     pub(crate) ran: Option<u32>,
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
@@ -195,7 +195,8 @@ impl World<'_> {
         }
     }
 
-    /// Checks that both memories are equal, just before *ready* is sent.
+    /// Checks that the destination's memory equals the memory of the paused guest at the source,
+    /// just before *ready* is sent.
     pub(crate) fn check_ready(&mut self) {
         let Some(session) = &self.destination.session else {
             return;

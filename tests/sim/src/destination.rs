@@ -35,7 +35,7 @@ pub(crate) struct DestinationHost {
     /// Control lanes on which only an offer has arrived, for an attempt without a session. The
     /// values are the attempt and the epoch.
     pending: BTreeMap<usize, (u32, u32)>,
-    /// Data lanes to be admitted: connection, attempt, lane.
+    /// Data lanes that wait for admission: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,
     sessions: u32,
     /// Whether the destination's process may have acquired disks and devices.
@@ -79,7 +79,7 @@ pub(crate) struct Copy {
     pub(crate) lives: bool,
 }
 
-/// One attempt at the destination.
+/// One migration attempt at the destination.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) id: u32,
@@ -102,7 +102,7 @@ pub(crate) struct Session {
     epoch: u32,
     asked_on: Option<usize>,
     draining: Option<VecDeque<Packet>>,
-    /// Packets that were read from old control lanes and are still to be processed.
+    /// Packets that were read from old control lanes but have not been processed.
     drained_later: VecDeque<Packet>,
     lost_until_ns: Option<u64>,
     reports_ns: Option<u64>,

@@ -6,7 +6,7 @@ use crate::tally::FaultKind;
 use crate::world::{Event, World};
 
 impl World<'_> {
-    /// Injects the fault with this index, unless no further faults are to be injected.
+    /// Injects the fault with this index. Does nothing in the quiet phase at the end of a run.
     pub(crate) fn strike(&mut self, index: usize) {
         if self.quiet {
             return;

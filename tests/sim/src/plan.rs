@@ -37,7 +37,7 @@ pub struct Plan {
     pub at_time_limit: AtTimeLimit,
     /// The time limit of pre-copy.
     pub time_limit_ns: u64,
-    /// The number of the first attempt. Earlier attempts were aborted.
+    /// The number of the first attempt. Attempts with lower numbers were aborted before the run.
     pub first_attempt: u32,
     /// Whether the operator takes the VM back after it ran and died at the
     /// destination.
@@ -57,12 +57,12 @@ pub struct Fault {
     pub moment: Moment,
     /// Delay after that moment.
     pub after_ns: u64,
-    /// How long the fault lasts, if it ends on its own. For a crash, the time until the process is
-    /// restarted.
+    /// How long the fault lasts, if its duration is limited. For a crash, the time until the
+    /// process is restarted.
     pub for_ns: u64,
 }
 
-/// A moment that triggers faults. Only its first occurrence in a run counts.
+/// A moment that triggers faults. Only its first occurrence in a run triggers them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Moment {
     /// The first attempt starts.
@@ -73,7 +73,7 @@ pub enum Moment {
     Lost,
     /// A new control lane has replaced the lost one.
     Resumed,
-    /// The source gives up a lane.
+    /// The source sends *fence* for a lane.
     Fencing,
     /// Pre-copy has converged.
     Converged,

@@ -1,4 +1,4 @@
-//! The source's host: successive attempts, and the process that makes them.
+//! The source's host: successive attempts to migrate the VM, and the process that makes them.
 
 mod control;
 mod lane;
@@ -54,7 +54,7 @@ pub(crate) struct SourceHost {
     turned_away: u32,
 }
 
-/// One attempt, or its continuation in a restarted process.
+/// One migration attempt, or its continuation in a restarted process.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     pub(crate) life: u32,
@@ -142,7 +142,8 @@ impl World<'_> {
             self.source.next = self.plan.first_attempt;
             self.moment(Moment::Begun);
         }
-        // After a few attempts no further faults are injected, and an attempt must succeed.
+        // Once two attempts have ended, no further faults are injected, and the next attempt must
+        // succeed.
         if self.ends.len() >= 2 {
             self.quiet = true;
             self.armed.clear();

@@ -26,7 +26,7 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// Faults. A fault counts if it had an effect.
+    /// Faults. The tally counts a fault only if it had an effect.
     FaultKind {
         /// A data lane's connection dies, with some of the packets in flight.
         LaneCut = "lane cut";
@@ -77,7 +77,7 @@ kinds! {
 }
 
 kinds! {
-    /// Outcomes of an attempt. The outcome of the last attempt is the outcome of the run.
+    /// Outcomes of a migration attempt. The outcome of the last attempt is the outcome of the run.
     End {
         /// The VM lives at the destination.
         Moved = "moved";
@@ -87,11 +87,14 @@ kinds! {
         Cancelled = "cancelled";
         /// Something failed; the VM is at the source.
         Failed = "failed";
-        /// Pre-copy could not meet the downtime limit; the VM is at the source.
+        /// Pre-copy reached its time limit, or could not meet the downtime limit; the VM is at the
+        /// source.
         OutOfTime = "out of time";
-        /// The source's process died before *commit*, and a new process took over.
+        /// The source's process died, and the journal showed the new process that the VM stays at
+        /// the source.
         TakenOver = "taken over";
-        /// After *commit*, the source received the report that the destination had aborted.
+        /// After *commit* or in doubt, the source received the report that the destination had
+        /// aborted.
         KeptAfterDoubt = "kept after doubt";
         /// The VM ran and died at the destination; the operator resumed the
         /// copy at the source.
@@ -124,7 +127,7 @@ kinds! {
         HeldBeyondFence = "held beyond the fence";
         /// A cancellation came too late.
         TooLate = "cancelled too late";
-        /// A source was restarted after *commit*.
+        /// A source was restarted after it had recorded *committing*.
         AskedAfterRestart = "asked after a restart";
         /// A restarted destination answered.
         AnsweredAfterRestart = "answered after a restart";

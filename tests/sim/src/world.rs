@@ -86,7 +86,7 @@ pub(crate) struct World<'a> {
     pub(crate) failure: Option<Violation>,
     pub(crate) seen: BTreeSet<Moment>,
     pub(crate) armed: BTreeSet<FaultKind>,
-    /// Whether no further faults are injected.
+    /// Whether the run is in its quiet phase, in which no further faults are injected.
     pub(crate) quiet: bool,
     pub(crate) struck: BTreeSet<FaultKind>,
     pub(crate) ends: Vec<End>,

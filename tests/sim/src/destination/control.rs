@@ -72,7 +72,7 @@ impl World<'_> {
         }
     }
 
-    /// Repeats on the new control lane the messages that the source may not have received.
+    /// Repeats, on the new control lane, messages that the source has possibly not received.
     fn resume(&mut self) {
         if self.repeats() {
             for message in std::mem::take(&mut self.session().said) {
@@ -114,7 +114,7 @@ impl World<'_> {
                 self.destination.session = Some(session);
                 return;
             }
-            // The source has given this attempt up and starts another.
+            // The source has given up the earlier attempt and starts another one.
             Some(Destination::Receiving | Destination::Loading | Destination::Prepared) => {
                 self.destination_feeds(DestinationEvent::ControlLost);
             }

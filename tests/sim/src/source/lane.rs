@@ -70,7 +70,7 @@ impl World<'_> {
         };
         lane.broken = true;
         if let Some(connection) = lane.connection {
-            // Frames in flight may or may not arrive.
+            // On every second connection, frames in flight can be lost.
             self.close(connection, Side::Source, connection % 2 == 0);
         }
         self.wake_lane(number);

@@ -13,7 +13,7 @@ use crate::world::World;
 
 /// The minimum duration of an iteration before the last.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
-/// If no fault was active for this time, no thread may still be waiting because of a fault.
+/// Once no fault has been active for this time, no thread still waits because of a fault.
 const UNDISTURBED_NS: u64 = 10_000 * MS;
 /// The part of the switchover's duration that does not depend on the number of pages.
 const FIXED_NS: u64 = 20 * MS;

@@ -29,7 +29,7 @@ pub struct Strike {
     pub kind: StrikeKind,
     /// When the fault begins.
     pub at_ns: u64,
-    /// How long the fault lasts, if it ends on its own.
+    /// How long the fault lasts, if its duration is limited.
     pub for_ns: u64,
 }
 
@@ -102,7 +102,8 @@ pub struct Plan {
     pub channels: Vec<Channel>,
     /// The faults.
     pub strikes: Vec<Strike>,
-    /// Whether side 0 opens the lanes of both directions. If not, each side opens its own.
+    /// Whether side 0 opens the lanes of both directions. If not, each side opens the lanes on
+    /// which it sends.
     pub one_opener: bool,
 }
 
