@@ -34,7 +34,8 @@ fn main() {
     client(&out);
 }
 
-/// Compiles the client. It is linked statically, because the guest has another C library.
+/// Compiles the client. It is linked statically, because the guest's C library can be another
+/// version than the host's.
 fn client(out: &Path) {
     let sources = ["ktls_copy.c", "ktls_client.c", "ktls_client.h"];
     let sources = sources.map(|name| Path::new("../../clients").join(name));

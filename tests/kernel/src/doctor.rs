@@ -13,7 +13,7 @@ const HOST: &str = "examined";
 /// Compares all verdicts with the column of this kernel, and checks that the command leaves no SA.
 ///
 /// # Panics
-/// A verdict differs.
+/// A verdict differs, or an SA is left.
 pub fn check(guest: &Guest) {
     // An installed system loads this module by itself, through its alias for the CPU feature.
     guest.command("modprobe", &["aesni_intel"]);
@@ -26,7 +26,7 @@ pub fn check(guest: &Guest) {
     guest.command("ip", &["netns", "del", HOST]);
 }
 
-/// Without the module and the loader, the kernel has no TLS.
+/// Checks the verdicts on TLS of a kernel that cannot load the module tls.
 ///
 /// # Panics
 /// A verdict differs.
@@ -56,7 +56,7 @@ fn add_host(guest: &Guest) {
     guest.command("ip", &["-n", HOST, "link", "set", "lo", "up"]);
 }
 
-/// The verdicts of `dunlin doctor`, which ends with this exit code.
+/// Returns the verdicts of `dunlin doctor`, and asserts that the command ends with this exit code.
 fn doctor(flags: &[&str], code: i32) -> Vec<Value> {
     let done = Command::new("ip")
         .args(["netns", "exec", HOST, "dunlin", "doctor"])

@@ -108,7 +108,7 @@ impl Status {
         line.trim_start_matches(':').split_whitespace().collect()
     }
 
-    /// Whether each of the process's capability sets contains only these bits, or fewer.
+    /// Whether none of the process's capability sets contains a bit that `capabilities` lacks.
     ///
     /// # Panics
     /// See [`Status::field`].
@@ -153,9 +153,9 @@ impl Manager {
         prepare();
         guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
         fs::create_dir(GROUP).expect("the control group is new");
-        // Only process 1 enters the control group, because a group with processes of its own cannot
-        // have subgroups with controllers. This uses util-linux's unshare, because busybox's cannot
-        // create a control group namespace.
+        // Only process 1 enters the control group, and systemd then moves itself to a subgroup: a
+        // group with processes of its own cannot have subgroups with controllers. Use util-linux's
+        // unshare, because busybox's cannot create a control group namespace.
         let script = format!(
             "echo 0 >{GROUP}/cgroup.procs; exec /usr/bin/unshare --cgroup sh -c 'umount \
              /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec /usr/lib/systemd/systemd \
@@ -182,7 +182,8 @@ impl Manager {
         manager
     }
 
-    /// A command in the manager's process namespace. The manager refuses clients outside of it.
+    /// Returns a command that runs a program in the manager's process namespace. The manager
+    /// refuses clients from other namespaces.
     fn inside(&self, program: &str) -> Command {
         let mut command = Command::new("/usr/bin/nsenter");
         command.args(["--target", &self.first, "--pid", "--mount", program]);
@@ -291,7 +292,7 @@ impl Drop for Manager {
 }
 
 /// The process ID of systemd. `None` until systemd has set up its control groups and has entered
-/// this one.
+/// init.scope.
 fn first_process() -> Option<String> {
     let listed = fs::read_to_string(format!("{GROUP}/init.scope/cgroup.procs")).ok()?;
     listed.lines().next().map(str::to_owned)

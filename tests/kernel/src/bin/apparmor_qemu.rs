@@ -2,8 +2,8 @@
 //! sockets with the rule of `dunlin libvirt enable --sockets`, and fails without it. Over TCP, as with
 //! a redirect, it needs no rule.
 //!
-//! No libvirtd runs: both daemons of a migration would load a profile with the VM's name into the one
-//! kernel.
+//! No libvirtd runs, because the daemons of the two hosts would load profiles with the same name,
+//! that of the VM, into the same kernel.
 
 use std::error::Error;
 use std::fs;
@@ -21,7 +21,8 @@ use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, identities};
 use dunlin_tunnel::{Entrance, Exit, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES};
 
-// No other test has one processor, and so none shares the boot: the packages are large.
+// Tests with the same number of CPUs share a boot of the machine. No other test has one CPU, so the
+// large packages of this test are loaded for this test only.
 const NEEDS: Needs = Needs {
     cpus: 1,
     packages: &[
@@ -46,13 +47,14 @@ const WORKLOAD: Workload = Workload {
 
 const UUID: &str = "5f0c1e6a-0000-4000-8000-00000000aa01";
 const DIRECTORY: &str = "/run/dunlin/vm";
-/// The socket of the tunnel, to which the source connects, and that of QEMU at the destination.
+/// The sockets of the route over unix sockets: the source connects to the first, on which the
+/// tunnel listens, and the tunnel connects to the second, on which QEMU listens at the destination.
 const NEAR_SOCKET: &str = "/run/dunlin/vm/near.ram";
 const FAR_SOCKET: &str = "/run/dunlin/vm/far.ram";
-/// The same over TCP.
+/// The addresses of the route over TCP, with the same roles.
 const NEAR_PORT: &str = "127.0.0.1:7001";
 const FAR_PORT: &str = "127.0.0.1:7002";
-/// What `dunlin libvirt enable --sockets` writes.
+/// The file with the AppArmor rule that `dunlin libvirt enable --sockets` writes.
 const RULE: &str = "/etc/apparmor.d/abstractions/libvirt-qemu.d/dunlin";
 
 fn main() -> ExitCode {
@@ -73,7 +75,7 @@ fn main() -> ExitCode {
 
         let over_tcp = Migration::through(&format!("tcp:{NEAR_PORT}"), &format!("tcp:{FAR_PORT}"));
         let mut source = moved(source, incoming(), &over_tcp);
-        // Without the rule, QEMU at the destination may not make its socket.
+        // Without the rule, AppArmor does not allow QEMU at the destination to create its socket.
         let over_unix = Migration::through(
             &format!("unix:{NEAR_SOCKET}"),
             &format!("unix:{FAR_SOCKET}"),
@@ -159,7 +161,8 @@ fn tunnels() -> (Tunnel, Tunnel) {
     (far, near)
 }
 
-/// Lets Dunlin's command write the rule. The peer need not exist.
+/// Runs `dunlin libvirt enable --sockets`, which writes the rule. The peer that the command
+/// requires does not exist.
 fn enable(guest: &Guest) {
     assert!(!Path::new(RULE).exists());
     write("/etc/passwd", "root:x:0:0::/root:/bin/sh\n");
@@ -180,7 +183,7 @@ struct Profile {
 }
 
 impl Profile {
-    /// Lets libvirt's program make and load the profile.
+    /// Makes and loads the profile with libvirt's program `virt-aa-helper`.
     fn load(guest: &Guest) -> Self {
         guest.command(
             "mount",
@@ -208,7 +211,8 @@ impl Profile {
         assert!(status.success(), "virt-aa-helper: {status}");
         let file = format!("/etc/apparmor.d/libvirt/{name}");
         let profile = Self { name, file };
-        // The files of the test's QEMU, in place of those that libvirt gives to a VM.
+        // Allow the test's files in the temporary directory. libvirt would have named the VM's
+        // files in the domain.
         let files = format!("{}.files", profile.file);
         let text = fs::read_to_string(&files).expect("virt-aa-helper wrote it");
         let own = format!("  \"{}/**\" rwk,\n", std::env::temp_dir().display());
@@ -227,7 +231,8 @@ impl Profile {
 
     /// Starts a QEMU under the profile, which must be in force.
     fn confine(&self, start: impl FnOnce() -> Result<Machine, MachineError>) -> Machine {
-        // Applies to the next program of this thread, and of the processes that it creates.
+        // The profile applies to the next program that this thread, or a process that it creates,
+        // executes.
         let exec = "/proc/thread-self/attr/apparmor/exec";
         fs::write(exec, format!("exec {}", self.name)).expect("the profile is loaded");
         let machine = start();

@@ -1,5 +1,6 @@
 //! `dunlin doctor` reports what this kernel has, as the table of expected verdicts says.
-//! Without the module tls, it reports that TLS is absent, and that `auto` seals in the process.
+//! Without the module tls, it reports that kernel TLS is absent, and that `auto` seals records in
+//! the process.
 
 use std::process::ExitCode;
 

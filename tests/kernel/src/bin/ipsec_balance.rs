@@ -21,7 +21,7 @@ use dunlin_test_base::pattern;
 
 /// The CPU of the senders, of the readers and of the link. The other CPUs only receive packets.
 const SENDER: u32 = 0;
-/// The numbers of receiving CPUs. They are the CPUs from 1 on.
+/// How many CPUs receive packets, for each measurement. These are the CPUs 1, 2 and so on.
 const RECEIVERS: [u32; 3] = [1, 2, 4];
 /// The bytes of a run, which the lanes share.
 const BYTES: usize = 24 << 20;
@@ -38,9 +38,10 @@ const NEEDS: Needs = Needs {
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let counting = std::env::var_os("RIG_COUNTING").is_some();
-        // Without counted instructions times are meaningless, and one run shows the packets.
+        // Without counted instructions, times are meaningless, and one run is enough to count
+        // packets.
         let runs = if counting { RUNS } else { 1 };
-        // The first run also loads modules.
+        // Discard the first run, which also loads modules.
         load(guest, 1, 0xf00, false);
         for receivers in RECEIVERS {
             for number in 0..runs {
@@ -61,7 +62,7 @@ fn main() -> ExitCode {
                         one.busiest(),
                         each.busiest(),
                     );
-                    // Without an error of the measurement, this would be 1.
+                    // If the measured times were exact, this would be 1.
                     let error = ratio * each.share();
                     assert!((0.6..=1.6).contains(&error), "{one:?}, {each:?}");
                 }
@@ -89,7 +90,8 @@ impl Load {
     }
 }
 
-/// Sends over one lane for each receiving CPU. The lanes use one SA, or each its own.
+/// Sends over one lane for each receiving CPU. If `each` is set, each lane has its own SA.
+/// Otherwise they share one SA.
 fn load(guest: &Guest, receivers: u32, spi: u32, each: bool) -> Load {
     let hosts = Hosts::with_one_queue(guest, SENDER);
     let (a, b) = (&hosts.a, &hosts.b);

@@ -140,8 +140,8 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
 }
 
 /// Replaces an SA and a policy of a dead process by an SA and a policy of another program, with the
-/// same SPI and selector. These must remain. Returns false if the dead process left no such SA or
-/// no such policy.
+/// same SPI and selector. The clean-up must not remove them. Returns false if the dead process left
+/// no such SA or no such policy.
 fn replacements_stay(guest: &Guest, host: &str, step: usize) -> bool {
     let (own, other) = match host {
         "a" => ("10.0.0.1", "10.0.0.2"),
@@ -455,8 +455,8 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
             until("the other process has left", || Path::new(LEFT).exists());
         }
         if action == TRIES && !is_up.load(Ordering::SeqCst) {
-            // The connection may also fail because the other host blocks its ports. The capture
-            // shows the packets that leave this host.
+            // Ignore the result, because the connection can also fail if the other host blocks its
+            // ports. The capture shows whether packets leave this host in the clear.
             let _ = TcpStream::connect_timeout(&to, Duration::from_millis(30));
         }
     })

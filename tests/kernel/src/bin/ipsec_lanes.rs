@@ -254,8 +254,8 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// The control connections of the sessions are destroyed, one after another. No port may become
-/// unprotected.
+/// Destroys the control connections of the sessions, one after another. The ports of a lost session
+/// must stay blocked, and the next lane must use other ports.
 fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: &Guest, tls: &Tls) {
     const BLOCKS: usize = 4;
     // The range has as many blocks of 64 ports as there are sessions.

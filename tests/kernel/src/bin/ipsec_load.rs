@@ -284,8 +284,8 @@ impl Scene<'_> {
         );
     }
 
-    /// Opens one more connection and drops its first SYNs. Finds out which wrong SA the connection
-    /// uses, and moves the connection to the correct SA.
+    /// Opens one more connection and drops its first SYNs. Prints which SA the connection uses
+    /// afterwards, and moves the connection to the SA of its CPU.
     fn lose_syn(&self, listener: &TcpListener, at: &str) -> Lane {
         let cpu = self.case.cpus[0] - 1;
         let far = self.cpus(0)[1];

@@ -108,7 +108,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
         session.command("end");
         until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
-            // Nothing may arrive during this wait, which is as long as ten changes.
+            // Ten changes take this long. If nothing arrives in this time, the connections stall.
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });

@@ -60,8 +60,8 @@ fn main() -> ExitCode {
         let serve = p13_a_restarted_server_removes_what_the_killed_one_left(guest, serve);
         serve.end(guest);
         capture.end(guest);
-        // All other TCP packets must be in ESP. A host with blocked ports does not answer packets
-        // of its peer.
+        // All TCP packets except those of the control connections must be in ESP. A host with
+        // blocked ports does not answer packets of its peer, so it sends no resets in the clear.
         let seen = |filter| captured(guest, "sessions.pcap", filter);
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// `dunlin serve-status` reads this socket.
+/// Reads the status socket of the server, as `dunlin serve-status` does.
 fn the_server_reports_when_its_identity_expires(serve: &Process) {
     let socket = format!("run-b/status/ipsec-{}.sock", serve.0.id());
     let mut text = String::new();
@@ -353,7 +353,7 @@ fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A session may not include the port of another session's control connection. The host that has
+/// A session must not include the port of another session's control connection. The host that has
 /// the record of the other session refuses the new one before it installs anything. After the
 /// process of a session is killed, `status` still lists the session and advises
 /// `dunlin ipsec clean`.

@@ -155,7 +155,8 @@ fn accept_forwards_and_passes_no_socket(guest: &Guest, stunnel: &Stunnel) {
     assert_eq!(&received, b"hello\n");
 }
 
-/// Runs this test as an unprivileged user, and expects that the attempt has the result `expected`.
+/// Runs this program as an unprivileged user. It tries to attach kernel TLS to a socket, and must
+/// get the result `expected`.
 fn unprivileged(expected: &str) {
     let status = Command::new(env::current_exe().expect("proc is mounted"))
         .env(UNPRIVILEGED, expected)

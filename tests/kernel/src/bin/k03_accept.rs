@@ -161,7 +161,8 @@ fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer
             "{installed:?}"
         );
     }
-    // Only the passed socket counts, because the sockets of the probe have been closed.
+    // The counters include only the passed socket, because the sockets of the probe have been
+    // closed.
     let now = |way: &str| stat(guest, &format!("TlsCurr{way}Sw"));
     assert_eq!((now("Tx"), now("Rx")), (1, 1));
     assert!(blocks(&socket), "plain programs wait in their reads");

@@ -50,7 +50,8 @@ fn a_full_socket_accepts_a_part() {
             Err(error) => panic!("{error}"),
         }
     }
-    // The first part was sent before the loop. The kernel chooses the sizes of the other parts.
+    // One more part is enough, because the first was sent before the loop. The kernel chooses the
+    // sizes of the parts.
     assert!(parts > 0, "the rest was accepted in one write");
     near.shutdown(Shutdown::Write).expect("the socket is open");
     assert!(reader.join().expect("the reader does not panic") == data);

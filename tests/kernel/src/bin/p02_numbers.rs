@@ -42,7 +42,7 @@ fn cpus(Hosts { a, b, .. }: &Hosts) {
     );
 }
 
-/// An outbound SA may not have a replay window, and an inbound SA must have one of at most 4096
+/// An outbound SA must not have a replay window, and an inbound SA must have one of at most 4096
 /// packets. The library keeps the text of the kernel's error.
 fn windows(Hosts { a, b, .. }: &Hosts) {
     let outbound = State {

@@ -54,8 +54,8 @@ impl Stream<'_> {
         let until = Instant::now() + LIMIT;
         loop {
             let before = self.received.load(Ordering::Relaxed);
-            // Nothing may arrive during this wait, although the writer sends data every
-            // millisecond.
+            // The writer sends data every millisecond. If nothing arrives during this wait, the
+            // stream has stopped.
             thread::sleep(Duration::from_millis(300));
             if self.received.load(Ordering::Relaxed) == before {
                 break;

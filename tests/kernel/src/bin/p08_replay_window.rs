@@ -108,11 +108,11 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
                 ..all
             };
             expect(all);
-            // Send the same packet once more.
+            // Send the same packet again.
             wire.send(&first.bytes).expect("the packet is sent");
             Counters { replay: 1, ..all }
         }
-        // With extended sequence numbers, no packet counts as too late. The receiver infers the
+        // With extended sequence numbers, the receiver treats no packet as too late. It infers the
         // upper half of a later sequence number instead (RFC 4303, appendix A2.2).
         false => Counters {
             integrity_failed: 1,

@@ -51,8 +51,7 @@ fn main() -> ExitCode {
         let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
-        // From now on no CPU may have an SA. Otherwise a retransmission from another CPU could
-        // succeed.
+        // Remove the only SA of a CPU. Otherwise a retransmission from that CPU could succeed.
         assert!(
             a.xfrm
                 .remove_state(&there.own[0].id(b))

@@ -53,7 +53,8 @@ fn before_and_after(guest: &Guest) {
         let bytes = after.bytes - before.bytes;
         let packets = after.packets - before.packets;
         println!("{bytes} bytes in {packets} packets");
-        // Return the lane to keep it open, because its final packets must not count for the SA.
+        // Return the lane to keep it open. Otherwise the next measurement would count its final
+        // packets.
         (bytes / packets, lane)
     };
     let (without, first) = bytes_of_a_packet(&old);
@@ -70,7 +71,8 @@ fn before_and_after(guest: &Guest) {
     assert!(a.xfrm.remove_state(&old.id(b)).expect("the kernel answers"));
     let (with, _third) = bytes_of_a_packet(&new);
     println!("bytes of a packet: without {without}, late {late}, with {with}");
-    // The average includes acknowledgements and retransmitted segments.
+    // Require only twice the MTU, because the average includes acknowledgements and retransmitted
+    // segments.
     assert!(with > 2 * LONGEST_PACKET, "{with}");
     drop((first, second));
 }

@@ -1,4 +1,4 @@
-//! Every possible CPU may have an SA, even while it is offline.
+//! Every possible CPU can have an SA, even while it is offline.
 //! Each network namespace has its own SAs.
 
 use std::fs;

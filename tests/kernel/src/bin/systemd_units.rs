@@ -104,7 +104,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Writes what the two tunnels need, by the commands of docs/tunnel/operation.md.
+/// Creates the users, identities and configurations that the two tunnels need, with the commands of
+/// docs/tunnel/operation.md.
 fn configure(guest: &Guest) {
     let groups = fs::read_to_string("/etc/group").expect("systemd-sysusers wrote it");
     fs::write(
@@ -295,10 +296,10 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     );
 }
 
-/// On the same host: `enable --sockets`. A leaving VM then has a socket of the tunnel, as `migrate`
-/// opens it, to which QEMU's user connects, and the tunnel reaches the socket of an arriving VM, which
-/// QEMU's user makes. The directory of these sockets is there after a boot, too. `disable` leaves
-/// nothing.
+/// Runs `dunlin libvirt enable --sockets` on the same host. For a VM that leaves, `dunlin tunnel open`
+/// creates a socket, as in `dunlin libvirt migrate`, and QEMU's user connects to it. For a VM that
+/// arrives, QEMU's user creates a socket, and the tunnel connects to it. The directory of these
+/// sockets also exists after a boot. `disable` removes everything that `enable` has written.
 fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     const DIRECTORY: &str = "/run/dunlin/vm";
     let before = files(guest);
@@ -309,7 +310,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
          [route.\"libvirt-a.test\"]\nto = \"192.0.2.1:18300\"\npeers = [\"a.test\"]\n",
     );
     let steps = enable(manager, &["--sockets"]);
-    // On a busy machine the test of the path may time out; bytes pass below.
+    // The step after these is a test of the path, which can time out on a busy machine. The rest of
+    // this function passes bytes over the path.
     assert_eq!(steps[..3], ["written", "directory", "unit"]);
     let [rules, watch, tunnel] = UNITS;
     for (unit, active, enabled) in [
@@ -322,7 +324,7 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     }
     let is_right = || {
         let found = fs::metadata(DIRECTORY).unwrap_or_else(|error| panic!("{DIRECTORY}: {error}"));
-        // The services may read what belongs to their group.
+        // The key belongs to the group of the services, so get the ID of the group from the key.
         let services = fs::metadata("/etc/dunlin/key.pem").expect("it is installed");
         assert_eq!(
             (found.uid(), found.gid(), found.mode() & 0o7777),
@@ -330,8 +332,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
         );
     };
     is_right();
-    // What happens at a boot, where /run is empty: systemd-tmpfiles runs before the service, with the
-    // files of all packages.
+    // Act like a boot: /run is empty, and systemd-tmpfiles runs before the service, with the files of
+    // all packages.
     manager.systemctl(&["stop", tunnel]);
     fs::remove_dir_all("/run/dunlin").expect("it exists");
     let boot = ["--create", "--remove", "--boot", "--prefix=/run/dunlin"];
@@ -346,8 +348,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     let open = ["tunnel", "open", "libvirt-b.test", "--param", "vm=web.ram"];
     let config = ["--config", "/etc/dunlin/tunnel.toml", "--listen", &listen];
     let _ = manager.run("dunlin", &[&open[..], &config].concat());
-    // libvirtd may connect to every socket. It gives this one to QEMU's user if QEMU itself connects, as
-    // for disks and with --parallel.
+    // libvirtd can connect to every socket. If QEMU itself connects, as for disks and with --parallel,
+    // libvirtd makes QEMU's user the owner of the socket.
     std::os::unix::fs::chown(&leaving, Some(HYPERVISOR), None).expect("it exists");
     as_hypervisor(|| {
         carries(&leaving, || {
@@ -357,7 +359,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
 
     let arriving = format!("{DIRECTORY}/db.ram");
     let qemu = as_hypervisor(|| UnixListener::bind(&arriving)).expect("the directory is its own");
-    // The directory gives the socket its group. QEMU under libvirt has the umask 002.
+    // The socket gets its group from the directory. QEMU under libvirt has the umask 002, so the
+    // mode is 0775.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o775);
     fs::set_permissions(&arriving, mode).expect("it exists");
     let control = guest.folder().join("peer").display().to_string();
@@ -374,7 +377,7 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     assert_eq!(files(guest), before);
 }
 
-/// Does this with the permissions of QEMU's user for files (setfsuid(2)), which a thread of its own has.
+/// Runs `work` in a new thread, which accesses files with the permissions of QEMU's user (setfsuid(2)).
 fn as_hypervisor<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let limited = || {
         let _ = setfsgid(Gid::from_raw(HYPERVISOR));
@@ -415,7 +418,7 @@ fn forget(guest: &Guest, manager: &Manager) {
     manager.systemctl(&["daemon-reload"]);
 }
 
-/// The files that `enable` may change, and that outlive a boot.
+/// Returns the files that outlive a boot, in the directories that `enable` changes.
 fn files(guest: &Guest) -> BTreeSet<String> {
     let found = guest.output("find", &["/etc", "/var/lib/dunlin", "!", "-type", "d"]);
     found.lines().map(str::to_owned).collect()
@@ -442,7 +445,7 @@ fn connect(guest: &Guest) {
     }
 }
 
-/// The peer's tunnel, with these routes.
+/// Starts the peer's tunnel with these routes.
 fn peer(guest: &Guest, routes: &str) -> Far {
     let first = "listen = \"[::]:18300\"\nidentity = \"made/b.test\"\n";
     write("peer.toml", &format!("{first}{routes}"));

@@ -67,9 +67,9 @@ fn main() -> ExitCode {
 }
 
 fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
-    // The cipher with the processor's instructions is in a module. An installed system loads this
-    // module when it starts, but this machine may not have loaded it. Without this module, some
-    // kernels use a slower implementation.
+    // The implementation of the cipher with the processor's instructions is in a module. An
+    // installed system loads this module when it starts, but this machine has possibly not loaded
+    // it yet. Without this module, some kernels use a slower implementation.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
@@ -464,7 +464,7 @@ fn copy_and_keep(from: &mut TcpStream, to: &mut TcpStream) -> Vec<u8> {
             }
         }
     }
-    // Shutting down may fail, because the peer may have closed its connection.
+    // Ignore an error: the peer has possibly closed its connection.
     let _ = to.shutdown(std::net::Shutdown::Write);
     kept
 }

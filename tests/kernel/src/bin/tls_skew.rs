@@ -130,7 +130,7 @@ fn a_tunnel_carries_a_channel_to_the_other_version(
     let stream = TcpStream::connect(entrance).expect("the listener is open");
     let (served, _) = target.accept().expect("the listener is open");
     exchange(&stream, &served, &pattern(BYTES, 3), &pattern(BYTES / 2, 4));
-    // Count both ends of each connection. Each side opens the lanes on which it sends. If the
+    // Count both ends of each connection. Each side sends on `LANES` lanes of a stripe. If the
     // kernel cannot renew keys, `auto` leaves a relay in user space.
     let expected = match (mode, offload) {
         ("stripe", _) => 2 * 2 * LANES,

@@ -122,7 +122,7 @@ impl Acquires {
     /// request of an SA for all CPUs.
     ///
     /// # Errors
-    /// Errors from recv(2).
+    /// Errors from recv(2), or `InvalidData` for a malformed message.
     pub fn asked(&self) -> io::Result<Vec<Option<u32>>> {
         let mut all = Vec::new();
         let mut room = vec![0; 4096];
