@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The cache's directory, which may not exist yet.
+/// Returns the cache's directory, which does not necessarily exist.
 ///
 /// The cache is in the target directory that contains the running program. Cargo marks that
 /// directory with a CACHEDIR.TAG. If the program was copied elsewhere, the target directory is
@@ -33,7 +33,7 @@ pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 /// Waits for the lock `name` on the cache.
 ///
 /// # Errors
-/// The cache's directory cannot be written.
+/// The cache's directory cannot be written, or the lock cannot be acquired.
 pub fn lock(name: &str) -> io::Result<Lock> {
     let directory = directory();
     fs::create_dir_all(&directory)?;

@@ -30,7 +30,7 @@ const PERIOD: Duration = Duration::from_millis(5);
 /// An error of a Cloud Hypervisor.
 #[derive(Debug, Error)]
 pub enum CloudHypervisorError {
-    /// The program cannot be started, or one of its files cannot be read.
+    /// The program cannot be started, or one of its files or its socket cannot be used.
     #[error("{0}")]
     Local(PathBuf, #[source] io::Error),
     /// An expected line did not arrive.

@@ -330,8 +330,8 @@ fn namespace_file(name: &str) -> PathBuf {
     Path::new("/run/netns").join(name)
 }
 
-/// In both directions and at both ends of a link, the count names the listener's port, and finds a
-/// word at any offset.
+/// In both directions and at both ends of a link, payload is counted under the listener's port, and
+/// a word is found at any offset.
 #[test]
 fn a_count_finds_payload_by_port_and_by_content() {
     const WORD: u64 = 0x0123_4567_89ab_cdef;

@@ -153,7 +153,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     source.check_pages().unwrap();
     drop(destination);
 
-    // During the second attempt the link drops all packets for a while.
+    // During the second migration, the link drops all packets for a while.
     let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
     machine::begin(&mut source, &mut destination, &migration).unwrap();
     let active = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == "active";

@@ -2,7 +2,7 @@
 //! library's module `guest` describes the workload and the protocol.
 //!
 //! Arguments: pages, hot pages, stride, content, visits per second (0 for no limit), seed. The
-//! build script compiles this file on its own, so it uses only the standard library.
+//! build script compiles this file separately, so it uses only the standard library.
 #![forbid(unsafe_code)]
 
 use std::env;

@@ -9,9 +9,9 @@
 //!
 //! A page holds 512 words of 8 bytes. Word 0 counts the visits. The exclusive or of all words is
 //! the page's signature: zero if the page started as zeros, otherwise `(number + 1) *
-//! 0x9e3779b97f4a7c15 ^ seed`. A visit checks both, increments word 0 and adjusts word 511 to
-//! restore the signature. A pass visits each of the first `hot` pages once; each visit also checks
-//! one of the other pages.
+//! 0x9e3779b97f4a7c15 ^ seed`. A visit checks the count and the signature, increments word 0 and
+//! adjusts word 511 to restore the signature. A pass visits each of the first `hot` pages once;
+//! each visit also checks one of the other pages.
 //!
 //! # The serial line
 //!

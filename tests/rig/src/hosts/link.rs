@@ -313,7 +313,8 @@ impl Link {
         Capture::start(host, &end.interface, peer.into(), file)
     }
 
-    /// Starts to count what crosses this link, at a host's end, and to search it for `words`.
+    /// Starts to count the payload that crosses this link, at a host's end, and to search it for
+    /// these 64-bit words.
     ///
     /// # Errors
     /// The packets cannot be read.

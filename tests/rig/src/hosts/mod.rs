@@ -168,8 +168,8 @@ fn remove(namespace: &str) {
     // Delete the name before listing processes, so that no further process can enter. Ignore an
     // error: another process may have deleted the name.
     let _ = ip(&["netns", "delete", namespace]);
-    // Repeat, because a killed process may be listed once more, and a process that is starting may
-    // be listed late.
+    // Repeat, because a killed process may be listed again, and a process that is starting may be
+    // listed late.
     for _ in 0..8 {
         let ids = inside(namespace, file.ino());
         if ids.is_empty() {

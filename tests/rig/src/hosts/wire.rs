@@ -30,14 +30,14 @@ pub struct Wire {
 /// What crossed a link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes of TCP payload by the listener's port. A resent byte counts again. If a connection is
-    /// older than the count, its lower port is treated as the listener's.
+    /// Bytes of TCP payload by the listener's port. Resent bytes are counted again. If a connection
+    /// is older than the count, its lower port is treated as the listener's.
     pub bytes: BTreeMap<u16, u64>,
-    /// Connections that were tried, by their destination port.
+    /// The number of SYN segments, including resent ones, by destination port.
     pub tried: BTreeMap<u16, u64>,
     /// The number of times that one of the words was found in the payload, by the listener's port.
     pub found: BTreeMap<u16, u64>,
-    /// Packets that are neither TCP nor the resolution of an address.
+    /// Packets that are neither TCP, ARP nor ICMPv6.
     pub others: u64,
 }
 
@@ -50,7 +50,7 @@ impl Traffic {
 }
 
 impl Wire {
-    /// Starts to count. `words` are searched for at every offset of every packet.
+    /// Starts to count. Searches the payload of every packet for `words`, at every offset.
     pub(super) fn start(
         host: &Host,
         interface: &str,

@@ -59,7 +59,7 @@ pub enum LibvirtError {
     /// A host could not be set up, or its libvirtd did not start.
     #[error("no libvirtd on {0}: {1}")]
     Host(String, String),
-    /// A file or a program of this machine failed.
+    /// A file of this machine cannot be used, or a program cannot be started.
     #[error("{0}")]
     Local(PathBuf, #[source] std::io::Error),
     /// A command did not end.

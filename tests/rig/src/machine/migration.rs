@@ -24,7 +24,7 @@ pub struct Migration {
     pub tls: Option<(PathBuf, String)>,
     /// The limit in bytes per second; `None` for no limit.
     pub bandwidth: Option<u64>,
-    /// The maximum downtime that the source may predict for the switchover.
+    /// The source begins the switchover when the downtime that it predicts is at most this long.
     pub downtime_limit: Duration,
 }
 
@@ -139,8 +139,8 @@ pub fn begin(
     source
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
-    // This also skips events of earlier attempts, because QEMU reports the failure of some
-    // attempts twice.
+    // This also skips events of earlier migrations, because QEMU reports the failure of some
+    // migrations twice.
     source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "setup"
     })?;
