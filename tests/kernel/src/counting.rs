@@ -67,7 +67,7 @@ impl Guest {
     pub fn count(&self, what: &str, mut work: impl FnMut()) -> Count {
         let instructions = env::var_os("RIG_COUNTING").map(|_| instructions(&mut work));
         let mut system_calls = trace(&mut work);
-        // Subtract the cost of switching the tracing on and off.
+        // Subtract the system calls that switch the tracing on and off.
         for (number, count) in trace(&mut || {}) {
             if let Some(of_work) = system_calls.get_mut(&number) {
                 *of_work = of_work.saturating_sub(count);

@@ -4,7 +4,7 @@
 //! Receive packet steering (RPS) distributes packets by the SPI. The busy time of a CPU is the time in
 //! which it was not idle, by the guest's own clock, which advances by one nanosecond per instruction.
 //! The lanes send one after the other, because the CPUs of a machine with counted instructions run in
-//! turn, and a CPU that waits for its turn counts as busy.
+//! turn, and a CPU that waits for its turn is counted as busy.
 
 use std::fs;
 use std::process::ExitCode;

@@ -277,7 +277,7 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
 /// removes everything that belongs to the session.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
     // The server answers *terms* after its changes 0 to 3. The client waits until change 7 replaces
-    // the server's last policy.
+    // the server's last policy. Until then, a process that stops leaves the other process waiting.
     let steps = if guest.is_soak() { 0..8 } else { 4..5 };
     for (stops, step) in ["a", "b"]
         .into_iter()

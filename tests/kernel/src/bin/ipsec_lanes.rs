@@ -425,8 +425,8 @@ impl Lane {
                     hold.before_send();
                     stream.write_all(piece)
                 })?;
-                // Bytes in the socket buffer may not have used an SA yet, so wait until they are
-                // acknowledged.
+                // Bytes in the socket buffer have possibly not used an SA yet, so wait until they
+                // are acknowledged.
                 while unacknowledged_bytes(&stream)? > 0 {
                     thread::sleep(Duration::from_millis(1));
                 }

@@ -51,8 +51,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// For the connection that is to be passed, the kernel accepts the receiving key and refuses the
-/// sending key. The command must close the connection without sending a byte. The test cannot
+/// For the connection that the command would pass, the kernel accepts the receiving key and refuses
+/// the sending key. The command must close the connection without sending a byte. The test cannot
 /// predict the descriptor's number, so it tries several numbers.
 fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
     let mut refused = 0;

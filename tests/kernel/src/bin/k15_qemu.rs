@@ -1,4 +1,4 @@
-//! A writing guest migrates with `getfd` over a kernel-TLS socket, to a QEMU with its own TLS.
+//! A guest that writes migrates with `getfd` over a kernel-TLS socket, to a QEMU with its own TLS.
 
 use std::fs;
 use std::os::fd::AsFd;

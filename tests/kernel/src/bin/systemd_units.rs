@@ -223,7 +223,7 @@ fn the_tunnel_is_no_root(manager: &Manager) {
     assert_eq!(process.field("Seccomp"), ["2"]);
     let mut groups = vec![user.to_string(), owner("/etc/dunlin")[1].to_string()];
     groups.push(HYPERVISOR.to_string());
-    // The members of dunlin-status may read what processes report.
+    // The service is also in the group dunlin-status, which can read what processes report.
     groups.push(owner("/run/dunlin/status")[1].to_string());
     for group in process.field("Groups") {
         assert!(groups.iter().any(|one| one == group), "{process:?}");
