@@ -224,7 +224,7 @@ const RARE: [FaultKind; 12] = [
     FaultKind::DestinationCancelled,
 ];
 
-/// Faults that have most effect in combination or at a certain moment. Some draws return none.
+/// Faults that have the most effect in combination or at a certain moment. Some draws return none.
 fn theme(random: &mut Random) -> Vec<Fault> {
     use FaultKind as Kind;
     let mut faults = Vec::new();

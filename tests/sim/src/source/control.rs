@@ -72,7 +72,7 @@ impl World<'_> {
         }
     }
 
-    /// Executes steps of the control lane that are due at this time.
+    /// Opens a control lane, tries again or gives up, whichever is due now.
     pub(super) fn link_waits(&mut self) {
         let now_ns = self.now_ns;
         match self.attempt().link {

@@ -236,7 +236,7 @@ impl World<'_> {
         lane.read.extend(read);
         let is_read = lane.read.len() as u64 == lane.plan.pages;
         if is_read && lane.random.chance(25) {
-            // Some pages were zero, so the chunk has room for further pages.
+            // Act as if some pages were zero, so that the chunk has room for further pages.
             self.extend_chunk(number, readings);
         }
         let lane = self.lane(number);
