@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const STUCK: Duration = Duration::from_secs(40);
 /// How often [`Party::reaches`] checks whether the other process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
-/// How long after the end of the other process a step may still be reported.
+/// How long a process can take to report a step after the end of the other process.
 const LATE: Duration = Duration::from_secs(5);
 
 /// A process of a run. Dropping this kills the process, even if it is stopped.
