@@ -18,8 +18,8 @@
 //! ```
 //!
 //! The state has at most two epochs in each direction, with at most [`MAX_SAS`] SAs each. The
-//! session ends with a fault code if the peer sends a message out of order, reuses a number,
-//! requests an SA twice, or requests more SAs than allowed.
+//! session ends with a fault code if the peer breaks a rule, for example if it sends a message out
+//! of order, reuses a number, requests an SA twice, or requests more SAs than allowed.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -46,7 +46,8 @@ use sending::Sending;
 pub struct Awaited {
     /// The name of the message.
     pub word: &'static str,
-    /// The index of the first SA that the peer has yet to grant; 0 for other messages.
+    /// If the message is *granted*, the index of the first SA that the peer has yet to grant;
+    /// otherwise 0.
     pub index: u32,
 }
 
@@ -185,7 +186,6 @@ impl Exchange {
             return;
         }
         let text = text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned();
-        // Drops all pending actions.
         self.actions.clear();
         self.actions.push_back(Action::Send(Message::End {
             fault,

@@ -11,9 +11,9 @@
 //! | 17 | 4 | index of the SA in its direction |
 //! | 21 | 4 | epoch |
 //!
-//! The nonces of an SA are its packet numbers. They start at zero when the SA is installed, so no
-//! context may repeat. Within a session an index is never reused, and an SA is installed once.
-//! Another session has another connection, and therefore another exporter secret.
+//! The nonces of an SA count its packets. The count starts anew when the SA is installed, so a
+//! context must never repeat. Within a session an index is never reused, and an SA is installed
+//! once. Another session has another connection, and therefore another exporter secret.
 
 use crate::limits::SESSION_ID_BYTES;
 use crate::negotiate::SessionId;

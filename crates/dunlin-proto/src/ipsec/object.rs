@@ -103,9 +103,9 @@ pub enum Action {
 /// A policy. A host has at most one for each direction and selector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
-    /// The direction of its packets.
+    /// The direction of the policy's packets.
     pub direction: Direction,
-    /// The packets it applies to.
+    /// The packets to which the policy applies.
     pub selector: Selector,
     /// What the policy does with these packets.
     pub action: Action,
@@ -114,9 +114,9 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Whether the policies of two sessions protect some of the same ports. Packets from ports of
-    /// one session to ports of the other session do not count, because they always match policies
-    /// of both sessions, and each of these policies seals or blocks them.
+    /// Whether this policy and a policy of another session protect some of the same ports. Packets
+    /// from ports of one session to ports of the other session are ignored: they match policies of
+    /// both sessions, and each of these policies seals or blocks them.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
@@ -475,7 +475,7 @@ mod tests {
             prop_assert_eq!(object.to_string().parse(), Ok(object));
         }
 
-        /// A record may end with an incomplete line. Such a line is rejected.
+        /// A record can end with an incomplete line. Such a line is rejected.
         #[test]
         fn a_line_without_its_last_words_is_rejected(object in object(), cut in 1..8_usize) {
             let line = object.to_string();

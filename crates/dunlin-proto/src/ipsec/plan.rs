@@ -22,10 +22,11 @@
 //! # Removing
 //!
 //! [`undo`] reverses the order: outgoing policies block again, then the connections' own policies
-//! are removed, then the outbound SAs, then the inbound ones. The remaining policies block the
-//! ports. They are removed last, and only when *no connection of the ports is left on this host*: a
-//! connection with unacknowledged bytes would retransmit them in the clear. If there are such
-//! connections, the policies stay until each connection is closed by its owner or timed out by TCP.
+//! are removed, then the outbound SAs, then the inbound SAs, then the listener. The remaining
+//! policies block the ports. They are removed last, and only when *no connection of the ports is
+//! left on this host*: a connection with unacknowledged bytes would retransmit them in the clear.
+//! If there are such connections, the policies stay until each connection is closed by its owner or
+//! timed out by TCP.
 //!
 //! Either side may be killed between any two of these steps. The objects that are left then still
 //! block or protect the ports. The next process removes them in the same order.
