@@ -3,10 +3,10 @@
 //!
 //! A journal file belongs to one session and role and is allocated when the session starts. It has
 //! two *slots* that are written alternately; each holds a record with an increasing generation. A
-//! torn write leaves the other slot intact. A slot with a wrong checksum counts as a torn write and
-//! is ignored. The reader takes the valid slot with the higher generation. The slots lie
-//! [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes to change 512 of them.
-//! docs/journal/format.md lists every byte.
+//! torn write leaves the other slot intact. A slot with a wrong checksum is treated as torn and
+//! ignored; if both slots are torn, the file is unreadable. The reader takes the valid slot with
+//! the higher generation. The slots lie [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes
+//! to change 512 of them. docs/journal/format.md lists every byte.
 //!
 //! After a failed write, the next write goes to the same slot: the other slot
 //! holds the only record known to be on disk.

@@ -60,10 +60,10 @@ pub enum Principal {
 /// The peer according to a journal file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecordedPeer {
-    /// The file has no peer block, because an older release wrote it. Only the record's text names
-    /// the peer.
+    /// The file has no peer block, because an older release wrote it. Only the text in
+    /// [`Record::peer`](super::Record::peer) names the peer.
     BeforeBlocks,
-    /// The block is empty, damaged or of a newer release, so no peer matches.
+    /// The block is empty, damaged, of another session or of a newer release, so no peer matches.
     Unknown,
     /// The peer.
     Known(Principal),

@@ -4,7 +4,8 @@ use thiserror::Error;
 
 use crate::fault::FaultCode;
 
-/// Invalid bytes from a peer. The peer is at fault, or runs a newer release.
+/// Invalid bytes in a message or in a journal record. If they come from a peer, the peer is at
+/// fault or runs a newer release.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("invalid {what} at byte {offset}: {why}")]
 pub struct DecodeError {
@@ -92,8 +93,8 @@ pub enum DecodeReason {
     Inconsistent(&'static str),
 }
 
-/// A message could not be written. This side is at fault: a peer would reject
-/// the message.
+/// A message or a journal record could not be encoded, because its reader would reject a value.
+/// This side is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EncodeError {
