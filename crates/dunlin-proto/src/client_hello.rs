@@ -8,8 +8,8 @@
 //! A caller that waits for the minimum therefore looks at most about fifty times.
 //!
 //! A ClientHello is a handshake message and may span several records (RFC 8446,
-//! section 5.1). Only the server name is read (RFC 6066, section 3). Of the
-//! rest, only the lengths that lead to the name are checked.
+//! section 5.1). Only the server name is read (RFC 6066, section 3). Of the other fields, only the
+//! lengths are checked.
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -282,7 +282,7 @@ fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
     hello.skip_field::<2>()?;
     hello.skip_field::<1>()?;
     if hello.left == 0 {
-        // A client of TLS 1.0 may send no extensions, and so no server name.
+        // Up to TLS 1.2, a hello without extensions is valid. It has no server name.
         return Ok(None);
     }
     hello.field::<2, _>(|extensions| {

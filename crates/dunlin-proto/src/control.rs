@@ -180,7 +180,7 @@ pub struct Accept {
 pub struct Section {
     /// The name of the device or subsystem, at most [`crate::limits::MAX_NAME_BYTES`].
     pub name: String,
-    /// The number of the instance, if the VM has several such devices; otherwise 0.
+    /// The number of the device, if the VM has several devices with this name; otherwise 0.
     pub instance: u32,
     /// The version of the content's layout.
     pub version: u32,
@@ -232,8 +232,8 @@ pub struct Final {
     /// Pages sent in the whole session, including zero pages and repetitions, but not those that
     /// were lost with a lane.
     pub pages: u64,
-    /// The number of *fenced* messages that the source has received. If the destination has sent
-    /// more, this *final* is outdated, and the source sends another.
+    /// The number of lanes for which the source has received *fenced*. If the destination has
+    /// fenced more lanes, this *final* is outdated, and the source sends another.
     pub fenced: u32,
     /// The digest of the source's memory, if verification was negotiated.
     pub digest: Option<Digest>,
@@ -340,8 +340,8 @@ pub enum Message {
         attempt: u32,
     },
     /// The destination answers *inquire*, or reports without an inquiry that the VM could not be
-    /// resumed after *running* was recorded. The message names the attempt, so that the *aborted*
-    /// of an earlier attempt does not count for a new one (I1).
+    /// resumed after *running* was recorded. The message names the attempt, so that the source does
+    /// not apply the *aborted* of an earlier attempt to a new one (I1).
     Answer {
         /// The attempt to which the verdict applies.
         attempt: u32,

@@ -73,7 +73,7 @@ const KIND: OneOf<u16, OpeningKind> = OneOf {
 /// The first 16 bytes of an opening message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prelude {
-    /// The message that follows.
+    /// The kind of the message.
     pub kind: OpeningKind,
     /// In *offer*, the source's versions. In *refuse*, the destination's versions. In *select* and
     /// *lane open*, the one version that was selected.
@@ -87,8 +87,8 @@ impl Prelude {
     /// [`select`] refuses them with a reason.
     ///
     /// # Errors
-    /// Wrong magic, an unknown kind, an empty version range, or a body over the
-    /// limit.
+    /// Wrong magic, an unknown kind, an empty version range or one that includes version 0, a
+    /// *select* or *lane open* with more than one version, or a body over the limit.
     pub fn decode(bytes: &[u8; PRELUDE_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         if reader.array::<8>("magic")? != MAGIC {
@@ -186,7 +186,7 @@ impl Offer {
     /// Appends the offer with its prelude.
     ///
     /// # Errors
-    /// The version range is empty; `out` is then unchanged.
+    /// The version range is empty or includes version 0; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Offer, self.versions, |writer| {
             writer.u64(self.optional.bits());
@@ -248,8 +248,8 @@ impl Refusal {
     /// Appends the refusal with its prelude; `versions` are the versions that this side supports.
     ///
     /// # Errors
-    /// The text exceeds its limit, or the version range is empty; `out` is then
-    /// unchanged.
+    /// The text exceeds its limit, or the version range is empty or includes version 0; `out` is
+    /// then unchanged.
     fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Refuse, versions, |writer| {
             self.encode_fields(writer)

@@ -58,7 +58,7 @@ pub struct Region {
     pub length: u64,
     /// Guest-physical address, for information only.
     pub guest_physical: u64,
-    /// The VMM's name for it, at most [`MAX_NAME_BYTES`].
+    /// The VMM's name for the region, at most [`MAX_NAME_BYTES`].
     pub name: String,
 }
 
@@ -146,7 +146,7 @@ pub enum RegionError {
         /// The region's backing page size in bytes.
         bytes: u32,
     },
-    /// The region has an unknown flag that a receiver may not ignore.
+    /// The region has an unknown flag that a receiver must not ignore.
     #[error("region {id} has unknown flags (flags {flags:#x})")]
     Flags {
         /// The region.

@@ -43,8 +43,7 @@ impl Opening {
     /// Appends the message with its prelude.
     ///
     /// # Errors
-    /// A text exceeds its limit, or the version range is empty; `out` is then
-    /// unchanged.
+    /// The message has a value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         match self {
             Self::Offer(offer) => offer.encode(out),

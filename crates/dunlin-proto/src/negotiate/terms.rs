@@ -59,9 +59,8 @@ impl Features {
     pub const NONE: Self = Self(0);
     /// Both sides compute a digest of the memory at switchover and compare the digests (I3).
     pub const VERIFY: Self = Self(1);
-    /// The connection speaks the tunnel's protocol, not a migration. Each
-    /// tunnel process requires this feature, so a tunnel and a migration peer
-    /// always refuse each other.
+    /// The connection speaks the tunnel's protocol, not that of a migration. Each tunnel process
+    /// requires this feature, so a tunnel and a migration peer always refuse each other.
     pub const TUNNEL: Self = Self(2);
 
     /// The connection speaks the protocol of a keying session, not of a migration.
