@@ -9,7 +9,7 @@
 //! tracks the lanes. [`received`] tracks the chunks that have arrived, and [`marks`] keeps
 //! iterations apart. [`pace`] and [`shares`] cap rates. [`precopy`] decides when to pause the
 //! guest. [`switchover`] decides, from the records in the [`journal`], which side runs the VM.
-//! [`sessions`] gives the connections of one listener to its sessions.
+//! [`sessions`] assigns the connections of a shared listener to sessions.
 //!
 //! Other products: [`stripe`] spreads the tunnel's connections over lanes,
 //! [`client_hello`] reads the server name that a TLS client asks for

@@ -268,9 +268,9 @@ pub const MAX_SERVER_NAME_BYTES: usize = 255;
 /// Maximum number of SAs that one side of a keying session installs for the other
 /// side's traffic, in one epoch.
 ///
-/// A host has fewer CPUs that carry lanes, and fewer connections that need their own SA.
-/// The SAs of two epochs use 3 MiB of kernel memory. Traffic without an SA of its own uses
-/// the fallback SA.
+/// A host has fewer CPUs than this that carry lanes, and fewer connections that need an SA of their
+/// own. The SAs of two epochs use 3 MiB of kernel memory. Traffic without an SA of its own uses the
+/// fallback SA.
 pub const MAX_SAS: u16 = 1024;
 
 /// Maximum number of SAs in one message: all SAs of an epoch, so that one exchange renews all

@@ -6,8 +6,8 @@
 
 macro_rules! mistakes {
     ($( $(#[$list_doc:meta])* $list:ident { $( $(#[$doc:meta])* $mistake:ident, )* } )*) => {
-        /// A wrong decision. The variant names the mistake; its comment adds the correct
-        /// behaviour if that is not obvious.
+        /// A wrong decision. The comment of each variant describes the mistake, and after "Right:"
+        /// the correct behaviour if that is not obvious.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Mistake {
             $( $( $(#[$doc])* $mistake, )* )*
@@ -20,7 +20,7 @@ macro_rules! mistakes {
 }
 
 mistakes! {
-    /// Every mistake in a migration.
+    /// All mistakes that can be planted in a migration.
     ALL {
         /// The source pauses the guest and commits while its journal says *migrating*. Right: the
         /// source records *committing* before the pause.
@@ -64,10 +64,10 @@ mistakes! {
         /// The destination acknowledges the chunk that follows the written one.
         WrongChunkAcknowledged,
     }
-    /// Every mistake in the tunnel.
+    /// All mistakes that can be planted in the tunnel.
     STRIPE {
-        /// A tunnel channel is granted twice its window regardless of the other
-        /// channels. Right: all channels together stay within the peer's bound.
+        /// The tunnel grants a channel twice its window regardless of the other channels. Right:
+        /// all channels together stay within the peer's bound.
         CreditOverWindow,
         /// A tunnel frame is acknowledged while its bytes are still being buffered. Right: the
         /// frame is acknowledged after its bytes are buffered.
@@ -87,7 +87,7 @@ mistakes! {
         /// Right: it uses each lane number once.
         LaneOpenedTwice,
     }
-    /// Every mistake in keying sessions.
+    /// All mistakes that can be planted in keying sessions.
     IPSEC {
         /// The SAs of a new epoch are numbered from 0 again. Right: a session never
         /// reuses a number.

@@ -8,8 +8,8 @@
 //!              ▲            │                    │
 //!              └──── end ───┴────────────────────┘
 //! ```
-//! After a session has ended, its slot is *idle* until [`Sessions::wait`]. An idle slot may be closed
-//! instead, so an offer takes it only if no other slot is free.
+//! After a session has ended, its slot is *idle* until [`Sessions::wait`]. The caller can close an
+//! idle slot instead, so an offer takes it only if no other slot is free.
 //!
 //! A session has at most one slot, and a VM has at most one session: a second session of the same
 //! VM is refused.
@@ -57,8 +57,8 @@ pub enum Route {
 }
 
 impl Offer {
-    /// Whether the offer can only concern an earlier session: the first control lane of a session
-    /// has epoch 1.
+    /// Whether the offer cannot begin a session: the first control lane of an attempt has epoch 1,
+    /// and only this lane can begin a session.
     #[must_use]
     pub fn is_inquiry(&self) -> bool {
         self.epoch > 1

@@ -64,8 +64,8 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// If exactly one chunk is unconfirmed, its timeout starts when the rate cap allows it to be
-    /// sent.
+    /// If exactly one chunk and no position is unconfirmed, the chunk's timeout starts no earlier
+    /// than when the rate cap allows the chunk to be sent.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
@@ -261,7 +261,7 @@ impl Sending {
     /// reported. Returns the number of pages acknowledged for the first time.
     ///
     /// # Errors
-    /// The report names something that was never sent.
+    /// The report names a chunk, mark or end that was never sent, or a lane that was never opened.
     pub fn acknowledge(
         &mut self,
         sets: &[ChunkSet],
@@ -314,7 +314,7 @@ impl Sending {
     /// Returns their number. Repetition has no effect.
     ///
     /// # Errors
-    /// The report names something that was never sent.
+    /// The lane was never opened, or `acks` names a chunk that was never sent.
     pub fn fenced(
         &mut self,
         number: u16,
@@ -389,10 +389,10 @@ impl Sending {
         }
     }
 
-    /// Restarts the timeouts of lanes that may be waiting at a mark for another lane.
-    /// [`Sending::poll`] calls this function each time, so the timeouts run only after the other
-    /// lane has reached the mark. A lane that is being fenced blocks the other lanes until it is
-    /// fenced.
+    /// Restarts the timeouts of the lanes that may be waiting at a mark for the slowest lane.
+    /// [`Sending::poll`] calls this function each time, so the timeout of such a lane runs only
+    /// after the slowest lane has reached the mark. The slowest lane may be one that is being
+    /// fenced: it blocks the other lanes until the destination has fenced it.
     fn excuse_waiting(&mut self, now_ns: u64) {
         let at_destination = |lane: &Lane<Progress>| {
             !lane.is(State::Opening) && lane.load.confirmed != Position::End
