@@ -88,7 +88,7 @@ pub enum PeerFault {
         /// The lane.
         lane: u16,
     },
-    /// The peer requests a lane, but may not do so: it opens its lanes itself.
+    /// The peer requests a lane although it has to open its lanes itself.
     #[error("peer requested lane {lane}, which it has to open itself")]
     LaneNotOurs {
         /// The lane.

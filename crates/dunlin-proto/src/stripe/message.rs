@@ -74,8 +74,9 @@ pub struct Open {
     /// The channel's parameter, for the placeholder in the route's target; at most
     /// [`crate::limits::MAX_NAME_BYTES`].
     pub parameter: String,
-    /// Positions in earlier channels. The bytes before them must be delivered before the target is
-    /// connected. At most [`crate::limits::MAX_CHANNELS`].
+    /// Positions in earlier channels. The bytes before them are delivered before the target is
+    /// connected, unless the consumer of the earlier channel does not read. At most
+    /// [`crate::limits::MAX_CHANNELS`].
     pub barrier: Vec<Mark>,
 }
 
@@ -199,7 +200,8 @@ pub enum Message {
         /// The lane's number.
         lane: u16,
     },
-    /// The sender could not open a lane on which it sends. For the log. Version 2.
+    /// The sender could not open a lane on which it sends. The receiver only reports the reason.
+    /// Version 2.
     LaneFailed {
         /// The lane's number.
         lane: u16,

@@ -68,7 +68,7 @@ impl ReceivingLanes {
         self.add(number, Lane::default())
     }
 
-    /// Adds a lane that this side is to open for the other side. Returns false if the number was
+    /// Adds a lane that this side must open for the other side. Returns false if the number was
     /// used before.
     pub(super) fn expect(&mut self, number: u16) -> Result<bool, FaultCode> {
         let lane = Lane {

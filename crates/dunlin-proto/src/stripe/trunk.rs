@@ -141,7 +141,7 @@ pub struct Trunk<T> {
     idle_since_ns: u64,
     draining: bool,
     peer_drains: bool,
-    /// When the trunk ends at the latest, because the other side has opened no lanes.
+    /// The time by which the trunk ends, because the other side has opened no lanes.
     ends_by_ns: Option<u64>,
     /// The highest number of a lane of this side that the other side has refused or failed to open.
     last_refused: u16,
@@ -363,8 +363,8 @@ impl<T: Clone> Trunk<T> {
         self.leaving.clear();
         self.turns = Turns::default();
         self.lanes = SendingLanes::new(self.config.timeouts);
-        // Nothing more is sent. Only *drain* stays due, so that the trunk does not count as
-        // drained.
+        // Nothing more is sent. If *drain* was due, it stays due, so that `drained` still returns
+        // false.
         self.agenda = Agenda {
             drain_due: self.agenda.drain_due,
             ..Agenda::default()
@@ -548,8 +548,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
-    /// delays no other channel.
+    /// Whether an earlier channel has delivered its bytes up to the mark. A channel that no longer
+    /// exists delays no other channel.
     fn is_delivered(&self, mark: &Mark) -> bool {
         let Some(earlier) = self.channels.get(&mark.channel) else {
             return true;
@@ -597,7 +597,7 @@ impl<T: Clone> Trunk<T> {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // After the end no more bytes arrive.
+        // The known end of the channel is within the limit, so no more credit is needed.
         if one.inn.eof.is_some() {
             return;
         }
@@ -639,8 +639,7 @@ impl<T: Clone> Trunk<T> {
         if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
             return Ok(());
         }
-        // The limit has room for every channel that the other side can have at the same time, and
-        // for one repetition of each.
+        // The limit is twice the number of channels that the other side can have at the same time.
         if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
             return Err(PeerFault::TooManyChannels);
         }
@@ -680,7 +679,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether the trunk is to end now, because the other side has opened no lanes.
+    /// Whether the trunk must end now, because the other side has opened no lanes.
     fn is_abandoned(&self, now_ns: u64) -> bool {
         self.ends_by_ns
             .is_some_and(|by_ns| now_ns >= by_ns || self.drained())

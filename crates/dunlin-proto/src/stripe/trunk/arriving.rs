@@ -11,8 +11,8 @@ impl<T: Clone> Trunk<T> {
     /// Admits a lane of the other side with a valid proof.
     ///
     /// # Errors
-    /// The reason why the lane is refused. The other side receives it, and the caller closes the
-    /// connection.
+    /// The reason why the lane is refused. The caller closes the connection. The other side
+    /// receives the reason, unless the trunk has ended or this side opens the other side's lanes.
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
         let admitted = match self.is_over() {
             true => Err(FaultCode::ControlLost),

@@ -106,7 +106,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Repeats the request for each lane that has not come, because messages may be lost.
+    /// Repeats the request for each lane that has not come, because the earlier request may have
+    /// been lost.
     pub(super) fn ask_again(&mut self) {
         if self.asks() {
             self.agenda.wants = self.lanes.opening().collect();

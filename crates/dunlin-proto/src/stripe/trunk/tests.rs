@@ -383,7 +383,7 @@ fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     assert_eq!(pair.did(0), [abort(channel, broken, true)]);
 }
 
-/// A consumer may close its connection while a thread writes to it. The unread bytes are counted
+/// A consumer can close its connection while a thread writes to it. The unread bytes are counted
 /// after the write.
 #[test]
 fn unread_bytes_are_judged_when_no_thread_writes() {
@@ -538,7 +538,7 @@ fn a_lost_lanes_chunks_are_resent_first_in_order_and_once() {
         .collect();
     pair.delivers(1, 1, &first[0]);
     pair.sides[0].lane_over(1, 0);
-    // No frame of the lost lane was acknowledged, so the next attempt to open a lane is delayed.
+    // The loss delays the next attempt to open a lane.
     pair.now_ns += 100 * MS;
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
     assert!(pair.sides[0].lane_established(2, pair.now_ns));

@@ -18,7 +18,7 @@ pub enum Side {
 /// The limits of a trunk on this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The selected version of the wire.
+    /// The selected version of the tunnel's protocol.
     pub version: u16,
     /// Whether the connecting side opens the lanes of both directions. If not, each side opens the
     /// lanes on which it sends. Needs version 2.
@@ -56,7 +56,7 @@ impl Default for Config {
     }
 }
 
-/// An accepted connection, for which a channel is to be opened.
+/// An accepted connection that needs a channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// The listener that accepted the connection; the caller numbers its listeners. The channels of
