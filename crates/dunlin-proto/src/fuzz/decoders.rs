@@ -167,8 +167,8 @@ fn held_bytes(message: &Message) -> usize {
         }
         Message::Accept(accept) => {
             let endpoints = accept.endpoints.iter().map(String::capacity);
-            // An endpoint may have only two bytes on the wire, but it is a `String` in memory. A
-            // limit on the number of endpoints therefore bounds the memory.
+            // An endpoint can have only two bytes on the wire, but in memory it is a `String`. The
+            // limit on the number of endpoints bounds this memory.
             assert!(accept.endpoints.capacity() <= MAX_ENDPOINTS);
             endpoints.sum()
         }
@@ -203,7 +203,7 @@ pub fn fuzz_region_table(bytes: &[u8]) {
     }
 }
 
-/// Offset of the table in a complete *describe*.
+/// Offset of the region table in a complete *describe*.
 #[cfg(test)]
 pub(super) fn table_at(describe: &[u8]) -> usize {
     let length = |at: usize, bytes: usize| {

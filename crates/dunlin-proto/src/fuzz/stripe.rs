@@ -132,7 +132,7 @@ struct Rig {
     writes: Vec<Delivery<u64>>,
     /// The offset up to which each channel was written.
     written: std::collections::BTreeMap<u32, u64>,
-    /// Lanes that the trunk opens for the peer.
+    /// Lanes that the trunk is opening for the peer.
     served: std::collections::BTreeSet<u16>,
     /// Lanes that the trunk has ever opened for the peer.
     ever_served: std::collections::BTreeSet<u16>,

@@ -144,7 +144,7 @@ impl SourceHistory {
                     self.committed = true;
                 }
                 SourceAction::ResumeGuest => {
-                    // An operator may decide that the VM runs here even after the copy was
+                    // An operator can decide that the VM runs here even after the copy was
                     // destroyed.
                     assert!(!self.destroyed || self.run_here, "the copy is gone");
                     self.may_run_here();

@@ -27,12 +27,12 @@ pub enum Destination {
     /// *commit* is received; disks and devices are being acquired. The guest
     /// has not run, so a failure can still end in *aborted*.
     Acquiring {
-        /// Whether the guest is to be resumed; otherwise it stays paused.
+        /// Whether the destination resumes the guest; otherwise the guest stays paused.
         run: bool,
     },
     /// *running* is being recorded. This record decides that the VM belongs to the destination.
     Recording {
-        /// Whether the guest is to be resumed; otherwise it stays paused.
+        /// Whether the destination resumes the guest; otherwise the guest stays paused.
         run: bool,
     },
     /// *running* is recorded and the guest is being resumed.
@@ -68,7 +68,7 @@ pub enum DestinationEvent {
     Loaded,
     /// *commit* arrived.
     Commit {
-        /// Whether the guest is to be resumed; otherwise it stays paused.
+        /// Whether the destination resumes the guest; otherwise the guest stays paused.
         run: bool,
     },
     /// Disks and devices were acquired.
@@ -223,7 +223,8 @@ impl Destination {
                 (Self::Draining { prepared }, &[Do::CloseOld, Do::Drain])
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
-            // These events change nothing, because `Drained` follows and aborts in any case.
+            // These events change nothing, because `Drained` follows and aborts, unless a drained
+            // *commit* comes first.
             (Self::Draining { prepared: false }, On::Complete)
             | (
                 Self::Draining { .. },

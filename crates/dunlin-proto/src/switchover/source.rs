@@ -116,7 +116,7 @@ pub enum SourceAction {
     /// Closes the current control lane, if any. Raises the epoch and records it; a
     /// failure to record it is only a warning. Connects again with the new epoch and
     /// sends *inquire*. After a failed inquiry, the source waits before it connects
-    /// again. At the deadline it stops and leaves the VM in doubt.
+    /// again. At the deadline it stops inquiring and leaves the VM in doubt.
     Inquire,
     /// Reports to the operator that the VM ran at the destination and no longer
     /// does, and that the copy here would continue from the moment of the pause.

@@ -220,8 +220,8 @@ fn an_answer_about_another_attempt_is_ignored() {
     );
 }
 
-/// A *commit* that the old control lane's reader had already read counts. A
-/// *commit* before *ready* violates the protocol.
+/// A *commit* that the old control lane's reader had already read is applied. A *commit* before
+/// *ready* violates the protocol.
 #[test]
 fn a_drained_commit_counts_only_after_ready() {
     let commit = DestinationEvent::Commit { run: true };
