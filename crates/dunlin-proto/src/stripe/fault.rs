@@ -34,7 +34,7 @@ pub enum PeerFault {
     #[error("the peer has too many refused or unconfirmed channels")]
     TooManyChannels,
     /// The peer sends bytes beyond the granted limit (I8).
-    #[error("channel {channel} sent up to byte {end}, over its limit {limit}")]
+    #[error("peer sent bytes of channel {channel} up to offset {end}, over the limit {limit}")]
     OverLimit {
         /// The channel.
         channel: u32,
@@ -44,7 +44,9 @@ pub enum PeerFault {
         limit: u64,
     },
     /// The peer sends bytes after the end of a channel.
-    #[error("bytes of channel {channel} up to offset {end} lie beyond the channel's last byte")]
+    #[error(
+        "peer sent bytes of channel {channel} up to offset {end}, after the end of the channel"
+    )]
     BehindEnd {
         /// The channel.
         channel: u32,
@@ -52,7 +54,9 @@ pub enum PeerFault {
         end: u64,
     },
     /// The peer sends a piece that partly overlaps another piece.
-    #[error("piece of channel {channel} at byte {offset} overlaps another piece")]
+    #[error(
+        "peer sent a piece of channel {channel} at offset {offset} that overlaps another piece"
+    )]
     Overlap {
         /// The channel.
         channel: u32,
@@ -60,14 +64,14 @@ pub enum PeerFault {
         offset: u64,
     },
     /// The peer sends more pieces of a channel than may be in flight.
-    #[error("too many pieces of channel {channel} in flight")]
+    #[error("peer has too many pieces of channel {channel} in flight")]
     TooManyChunks {
         /// The channel.
         channel: u32,
     },
     /// The peer announces an end offset that is over the limit, below bytes that have arrived, or
     /// different from an earlier end offset.
-    #[error("invalid end of channel {channel} at byte {offset}")]
+    #[error("peer announced an invalid end of channel {channel} at offset {offset}")]
     End {
         /// The channel.
         channel: u32,
