@@ -5,10 +5,10 @@
 //! process removes exactly that object:
 //!
 //! ```text
-//! sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3
+//! sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65538 epoch 1 index 2 cpu 3
 //! sa in 192.0.2.2 192.0.2.1 spi 0x00001002 reqid 65536 epoch 1 index 0 fallback udp 49152 4500
-//! policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 100 block
-//! policy in 192.0.2.2 192.0.2.1 ports 0/0x0000 4444/0xffff priority 100 protect 65536
+//! policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block
+//! policy in 192.0.2.2 192.0.2.1 ports 0/0x0000 4444/0xffff priority 103 protect 65536
 //! listener 192.0.2.1 4500
 //! ```
 
