@@ -136,7 +136,7 @@ pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 
 /// Maximum number of journal files that a destination keeps for one peer's sessions that ended
-/// before the VM ran here. There is one file for each VM. The peer may still ask about these
+/// before the VM ran here. There is one file for each VM. The peer can still ask about these
 /// sessions.
 ///
 /// The limit suffices, because a host does not migrate that many VMs at the same time. Each file
@@ -171,8 +171,8 @@ pub const DIGEST_BYTES: usize = 16;
 
 /// Bytes after the prelude of an opening message.
 ///
-/// The peer may not be authenticated yet. The limit bounds the bytes that such a peer can make
-/// this side buffer.
+/// The limit bounds the bytes that a peer can make this side buffer before the peer is
+/// authenticated.
 pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 
 /// Payload bytes of one frame of the tunnel.

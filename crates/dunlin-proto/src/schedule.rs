@@ -146,8 +146,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A schedule for regions given as (identifier, pages), in the order in
-    /// which they are to be sent. Nothing is pending.
+    /// A schedule for regions given as (identifier, pages), in the order in which their pages are
+    /// sent. Nothing is pending.
     #[must_use]
     pub fn new(regions: impl IntoIterator<Item = (u16, u64)>) -> Self {
         Self {

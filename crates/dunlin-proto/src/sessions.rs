@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(sessions.describe(first, [7; 16]), Ok(()));
         assert_eq!(sessions.describe(second, [7; 16]), Err(first));
         assert_eq!(sessions.describe(second, [8; 16]), Ok(()));
-        // The session that has ended has no VM any more.
+        // The session that has ended no longer has the VM.
         sessions.end(first);
         assert!(sessions.begin(first, [3; 16]));
         assert_eq!(sessions.describe(second, [7; 16]), Ok(()));

@@ -48,7 +48,7 @@
 //! 1. Execute the actions in order, and all of them before the next event. If an action ends
 //!    with an event, the action is the last of its list, and this event is the next one. The
 //!    exception is [`DestinationEvent::Drained`], which comes after the drained messages.
-//! 2. A message that cannot be sent because the peer is gone counts as sent.
+//! 2. If a message cannot be sent because the peer is gone, treat the message as sent.
 //! 3. After a crash, continue from the journal: [`Source::restarted`],
 //!    [`Destination::restarted`].
 //!

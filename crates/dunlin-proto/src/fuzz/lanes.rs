@@ -163,9 +163,9 @@ pub fn fuzz_sending(bytes: &[u8]) {
 }
 
 /// Runs the destination's lanes with any input. Checks that every written chunk is reported once,
-/// and once more on each new control lane. Also checks that no lane number is used twice, that a
-/// chunk is accepted only on an open lane, and that the memory is complete only if the counts match
-/// and no lane is left.
+/// and again on each new control lane. Also checks that no lane number is used twice, that a chunk
+/// is accepted only on an open lane, and that the memory is complete only if the counts match and
+/// no lane is left.
 pub fn fuzz_receiving(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let lanes_max = choices.below(4) as u16 + 1;

@@ -137,8 +137,8 @@ mod tests {
     use super::driver::{Seed, check, vectors};
     use super::*;
 
-    /// For decoders, the test vectors of docs/wire/ or constructed inputs. For entries that perform
-    /// operations, random bytes.
+    /// Returns the seeds of a target: for decoders, the test vectors of docs/wire/ or constructed
+    /// inputs; for entries that perform operations, random bytes.
     fn seeds(target: &str) -> Vec<Seed> {
         match target {
             "opening" => vectors("opening/"),

@@ -258,7 +258,7 @@ impl<T: Clone> Trunk<T> {
         (self.draining || self.peer_drains) && !left && !self.agenda.drain_due
     }
 
-    /// Raises the lane count to at least `lanes`. The caller does not exceed the other side's
+    /// Raises the lane count to at least `lanes`. The caller must not exceed the other side's
     /// limit.
     pub fn raise_lanes(&mut self, lanes: u16) {
         self.config.lanes = self.config.lanes.max(lanes.clamp(1, MAX_LANES));
