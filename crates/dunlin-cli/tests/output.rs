@@ -221,7 +221,8 @@ fn i7_an_answer_of_a_compromised_process_controls_no_terminal() {
                 let harmful = |one: char| one != '\n' && is_harmful(one);
                 assert!(!text.contains(harmful), "{line}: {text:?}");
                 let begins = |line: &str| line.starts_with("forged");
-                // The error of a request may have several lines, but each is indented.
+                // The text of *rejected* can have several lines. All but the first are indented, so
+                // none of them begins like a line of the command.
                 assert!(!text.lines().any(begins), "{line}: {text:?}");
             }
         }

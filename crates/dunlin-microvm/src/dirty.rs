@@ -18,7 +18,7 @@ pub(crate) struct KvmLog(pub(crate) Arc<Machine>);
 enum KvmLogError {
     #[error("cannot turn KVM's dirty log on or off")]
     Switch(#[source] io::Error),
-    #[error("cannot read KVM's dirty log of region {0} (ENOENT: the log is off)")]
+    #[error("cannot read KVM's dirty log of region {0} (if the error is ENOENT, the log is off)")]
     Read(usize, #[source] io::Error),
 }
 

@@ -127,8 +127,8 @@ pub enum BadParameterTarget {
          socket's path and a program's arguments may have one"
     )]
     Chooses,
-    /// The target of a relay has a placeholder. TLS clients send no parameter but a port.
-    #[error("a relay's target cannot have a placeholder: TLS clients send no parameter")]
+    /// The target of a relay has a placeholder. TLS clients send no parameter except a port.
+    #[error("a relay's target cannot have a placeholder: TLS clients send at most a port")]
     Relay,
 }
 

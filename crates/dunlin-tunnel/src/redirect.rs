@@ -83,8 +83,8 @@ fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
             Ok((hub, listeners)) => {
                 (again, reported) = (first, None);
                 let interests = [Interest::read(stopped), Interest::read(hub.stop.wakeup())];
-                // Without its control lane the trunk opens no channel, and may end soon. A failure
-                // of poll(2) closes the listeners for a moment.
+                // Keep the listeners open while the trunk has its control lane, because without it
+                // the trunk opens no channel. If poll(2) fails, the outer loop opens them again.
                 while hub.has_control()
                     && poll(&interests, Some(LOOK)).is_ok_and(|ready| !ready.contains(&true))
                 {

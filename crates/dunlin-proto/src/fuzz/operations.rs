@@ -178,7 +178,8 @@ pub fn fuzz_pace(bytes: &[u8]) {
                 let (began, sent) = &mut window;
                 let began = *began.get_or_insert(at);
                 let elapsed = u128::from(at.saturating_sub(began)) + u128::from(BURST_NS);
-                // Rounding loses less than a nanosecond per piece. The slack allows for it.
+                // `Pace` rounds the time of each piece down to a nanosecond, so slightly more bytes
+                // than the rate may be sent. The slack allows for that.
                 let slack = (*sent / 1_000_000_000 + 1_000_000) * 2;
                 let allowed = elapsed * u128::from(rate.max(1)) / 1_000_000_000 + slack;
                 assert!(

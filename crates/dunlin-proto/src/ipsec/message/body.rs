@@ -1,4 +1,5 @@
-//! The fixed part of every message, in the order of the tables in docs/wire/ipsec.md.
+//! The body of every message, without its extension fields, in the order of the tables in
+//! docs/wire/ipsec.md.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
