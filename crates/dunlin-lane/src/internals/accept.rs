@@ -202,7 +202,7 @@ fn accept_some(
                     // This connection is too young to be evicted, so put it back. The order in the
                     // older half hardly matters.
                     pending.push_front(least);
-                } else {
+                } else if !least.lingers() {
                     deliver(least.rejected(RejectReason::Shortage(error)));
                 }
                 return Ok(Round::Short(None));
