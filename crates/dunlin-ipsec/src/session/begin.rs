@@ -125,11 +125,13 @@ impl Driver {
                 }
             };
             if concerns(&record, begin) {
+                let objects = record.objects().len();
                 self.tables.remove_recorded(&mut record)?;
-                records.push(record);
+                records.push((record, objects));
             }
         }
-        let all: Vec<Policy> = records.iter().flat_map(blocking).collect();
+        let all = records.iter().flat_map(|(record, _)| blocking(record));
+        let all: Vec<Policy> = all.collect();
         Ok(Inheritance {
             installed: self.tables.installed(&all)?,
             records,
@@ -144,8 +146,7 @@ impl Driver {
         inheritance: Inheritance,
         adoption: &Adoption,
     ) -> Result<(), IpsecError> {
-        for mut record in inheritance.records {
-            let objects = record.objects().len();
+        for (mut record, objects) in inheritance.records {
             let own = blocking(&record);
             let of_record = |policies: &[Policy]| -> Vec<Policy> {
                 let is_own = |policy: &&Policy| own.contains(policy);
@@ -186,7 +187,8 @@ impl Driver {
 
 /// The records and policies that earlier sessions left.
 struct Inheritance {
-    records: Vec<Record>,
+    /// The records, each with the number of its objects before the SAs were removed.
+    records: Vec<(Record, usize)>,
     /// The policies that block the ports of those sessions, except policies that the kernel no
     /// longer has.
     installed: Vec<Policy>,
@@ -199,7 +201,7 @@ impl Inheritance {
             |policy: &Policy| replaces(&adoption.begin, policy) || adoption.then.contains(policy);
         self.records
             .iter()
-            .any(|record| record.has_protected() && blocking(record).iter().any(replaced))
+            .any(|(record, _)| record.has_protected() && blocking(record).iter().any(replaced))
     }
 }
 
@@ -222,4 +224,98 @@ fn replaces(steps: &[Step], policy: &Policy) -> bool {
 /// The policies that block a session's ports after everything else has been removed.
 fn blocking(record: &Record) -> Vec<Policy> {
     dunlin_proto::ipsec::plan::undo(record.objects()).when_quiet
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::{Arc, Mutex, mpsc};
+    use std::thread;
+
+    use dunlin_lane::control;
+    use dunlin_lane::provider::Crypto;
+    use dunlin_proto::ipsec::Mode;
+    use dunlin_proto::ipsec::exchange::Exchange;
+    use dunlin_proto::ipsec::key::Role;
+    use dunlin_proto::ipsec::object::Object;
+    use dunlin_rig::hosts::Host;
+    use dunlin_test_base::Scratch;
+    use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names, pair, soon};
+
+    use super::*;
+    use crate::options::Options;
+    use crate::record::RecordDirectory;
+    use crate::session::Beginning;
+
+    /// The objects are recorded but not installed, so that the test runs on kernels without ESP.
+    #[test]
+    fn a_session_that_takes_ports_over_reports_all_removed_objects() {
+        if dunlin_rig::need::hosts() {
+            let host = Host::new("takes-over").unwrap();
+            assert_eq!(host.run(removed).unwrap(), [3]);
+        }
+    }
+
+    /// Takes over the ports of a dead process that has recorded three objects. Returns the numbers
+    /// of objects that are reported as removed.
+    fn removed() -> Vec<usize> {
+        let scratch = Scratch::new();
+        let ports = "4444".parse().unwrap();
+        let options = Options::new(Mode::Connection, ports, scratch.join("records"));
+        let records = RecordDirectory::open(&options.records).unwrap();
+        let mut dead = records.create(&[7; 16]).unwrap();
+        let objects: [Object; 3] = [
+            "policy out 192.0.2.1 192.0.2.2 ports 0/0x0000 4444/0xffff priority 103 block",
+            "sa in 192.0.2.2 192.0.2.1 spi 0x00001002 reqid 65536 epoch 1 index 0 fallback",
+            "sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3",
+        ]
+        .map(|line| line.parse().unwrap());
+        dead.add(&objects).unwrap();
+        drop(dead);
+
+        let parameters = SessionParameters {
+            local: "192.0.2.1".parse().unwrap(),
+            peer: "192.0.2.2".parse().unwrap(),
+            ports,
+            mode: Mode::Connection,
+            first_reqid: REQIDS,
+            udp: None,
+        };
+        let reported = Arc::<Mutex<Vec<usize>>>::default();
+        let observed = Arc::clone(&reported);
+        let beginning = Beginning {
+            control: control_lane(),
+            session: [8; 16],
+            role: Role::Responder,
+            exchange: Exchange::responder(options.sas_max, None, Vec::new()),
+            options,
+            observer: Arc::new(move |event: &Event| match event {
+                Event::Cleaned { objects, .. } => observed.lock().unwrap().push(*objects),
+                other => panic!("{other}"),
+            }),
+            admits: |_, _| Ok(()),
+        };
+        let mut driver = Driver::new(beginning, Arc::default(), mpsc::channel().0).unwrap();
+        let inheritance = driver.inheritance(&parameters.begin()).unwrap();
+        let adoption = adopt(&parameters.begin(), &inheritance.installed);
+        driver.settle_inheritance(inheritance, &adoption).unwrap();
+        reported.lock().unwrap().clone()
+    }
+
+    /// One end of a control lane. The other end is closed after the handshake.
+    fn control_lane() -> control::ControlStream {
+        let authority = Authority::new();
+        let client = authority.identity(&[SOURCE]);
+        let client = client
+            .client(&Crypto::auto(), names(&[DESTINATION]))
+            .unwrap();
+        let server = authority.identity(&[DESTINATION]);
+        let server = server.server(&Crypto::auto(), names(&[SOURCE])).unwrap();
+        let (near, far) = pair();
+        let near = thread::spawn(move || control::client(near, &client, soon()));
+        let far = control::server(far, &server, soon()).unwrap();
+        near.join().unwrap().unwrap();
+        far
+    }
 }
