@@ -18,18 +18,14 @@ use rustix::thread::gettid;
 use crate::kvm::Vcpu;
 
 /// Makes one vCPU thread leave the guest. That thread shares this value with the threads that kick
-/// it.
+/// it. Holds the id of the attached thread, if there is one.
 #[derive(Debug, Default)]
-pub(crate) struct Kick(Mutex<Target>);
+pub(crate) struct Kick(Mutex<Option<libc::pid_t>>);
 
-#[derive(Debug, Default)]
-struct Target {
-    /// Id of the attached thread, if there is one.
-    thread: Option<libc::pid_t>,
-    /// Whether a signal has been sent but not yet received. At most one signal to this thread is
-    /// queued, so repeated kicks cannot exhaust the limit on queued signals (RLIMIT_SIGPENDING).
-    sent: bool,
-}
+/// The signal. It is a standard signal, which needs no entry in the queue of signals. tgkill(2) of a
+/// real-time signal fails when the user's queue is full (RLIMIT_SIGPENDING, signal(7)), and any
+/// process of the user can fill it. No kernel sends SIGSTKFLT.
+const SIGNAL: libc::c_int = libc::SIGSTKFLT;
 
 impl Kick {
     /// Makes the calling thread the target of kicks, until the returned value is dropped.
@@ -42,7 +38,7 @@ impl Kick {
     pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;
-        lock(&self.0).thread = Some(gettid().as_raw_pid());
+        *lock(&self.0) = Some(gettid().as_raw_pid());
         Ok(Attached {
             kick: self,
             old,
@@ -53,16 +49,12 @@ impl Kick {
     /// Makes the attached thread leave KVM_RUN, now or as soon as the thread enters it. Has
     /// no effect if no thread is attached.
     pub(crate) fn kick(&self) {
-        let mut target = lock(&self.0);
-        let Some(thread) = target.thread else { return };
-        if target.sent {
-            return;
-        }
-        // SAFETY: tgkill touches no memory. The target thread clears `thread` under this lock
+        let target = lock(&self.0);
+        let Some(thread) = *target else { return };
+        // SAFETY: tgkill touches no memory. The target thread clears `target` under this lock
         // before it unblocks the signal, so it is alive and has the signal blocked outside KVM_RUN.
-        let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
-        assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
-        target.sent = true;
+        let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, SIGNAL) };
+        assert_eq!(sent, 0, "the thread is alive, and nothing is queued");
     }
 }
 
@@ -82,29 +74,23 @@ impl Attached<'_> {
     /// Read the kicker's request *after* this call. A kick that is sent after this call makes the
     /// next KVM_RUN return EINTR again.
     pub(crate) fn take(&self) {
-        let mut target = lock(&self.kick.0);
-        let only = set_of(signal());
+        let only = set_of(SIGNAL);
         let now = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
         // SAFETY: both pointers are to live locals, and a null siginfo is allowed.
         while unsafe { libc::sigtimedwait(&only, ptr::null_mut(), &now) } > 0 {}
-        target.sent = false;
     }
 }
 
 impl Drop for Attached<'_> {
     fn drop(&mut self) {
-        lock(&self.kick.0).thread = None;
+        *lock(&self.kick.0) = None;
         self.take();
         // SAFETY: `old` is the mask that `attach` read on this very thread.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.old, ptr::null_mut()) };
     }
-}
-
-fn signal() -> libc::c_int {
-    libc::SIGRTMIN()
 }
 
 fn set_of(signal: libc::c_int) -> libc::sigset_t {
@@ -120,9 +106,9 @@ fn set_of(signal: libc::c_int) -> libc::sigset_t {
 
 /// Blocks the kick's signal in this thread and returns the previous mask.
 fn block() -> io::Result<libc::sigset_t> {
-    let mut old = set_of(signal());
+    let mut old = set_of(SIGNAL);
     // SAFETY: both sets are live and initialised.
-    let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set_of(signal()), &mut old) };
+    let code = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set_of(SIGNAL), &mut old) };
     if code != 0 {
         return Err(io::Error::from_raw_os_error(code));
     }
@@ -145,7 +131,7 @@ fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
     for number in 1..=64 {
         // SAFETY: `old` is an initialised set and the number is in the kernel's range.
         let blocked = unsafe { libc::sigismember(old, number) } == 1;
-        if blocked && number != signal() {
+        if blocked && number != SIGNAL {
             set |= 1u64 << (number - 1);
         }
     }
@@ -157,4 +143,45 @@ fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    use super::*;
+
+    fn is_pending() -> bool {
+        let mut pending = set_of(SIGNAL);
+        // SAFETY: `pending` is a live, initialised set.
+        unsafe { libc::sigpending(&mut pending) == 0 && libc::sigismember(&pending, SIGNAL) == 1 }
+    }
+
+    #[test]
+    fn a_kick_needs_no_room_in_the_queue_of_signals() {
+        let kick = Kick::default();
+        let attached = Attached {
+            kick: &kick,
+            old: block().unwrap(),
+            this_thread_only: PhantomData,
+        };
+        *lock(&kick.0) = Some(gettid().as_raw_pid());
+        let limit = getrlimit(Resource::Sigpending);
+        let none = Rlimit {
+            current: Some(0),
+            ..limit
+        };
+        setrlimit(Resource::Sigpending, none).unwrap();
+        kick.kick();
+        kick.kick();
+        setrlimit(Resource::Sigpending, limit).unwrap();
+        assert!(is_pending());
+        attached.take();
+        assert!(!is_pending());
+        drop(attached);
+        kick.kick();
+        assert!(!is_pending());
+    }
 }
