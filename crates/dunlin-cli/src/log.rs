@@ -229,8 +229,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
         // This is a separate statement, so that the lock on the extensions is released before `add`
         // runs.
         let entered = span.extensions_mut().remove::<Instant>();
-        if let Some(entered) = entered {
-            timeline::add(span.name(), entered, || lane_and_fields(&span));
+        if let (Some(entered), Some(root)) = (entered, span.scope().last()) {
+            timeline::add(&root.id(), span.name(), entered, || lane_and_fields(&span));
         }
     }
 

@@ -4,11 +4,14 @@
 //! the file. The process itself may lack the permission to write it. Thread 0 has the session with its
 //! iterations and steps, and each lane is a thread with the lane's number.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Instant;
 
 use dunlin_lane::sync::lock;
 use serde_json::{Map, Value, json};
+use tracing::info_span;
+use tracing::span::{EnteredSpan, Id};
 
 /// The number of events after which iterations, lanes and the opening of lanes are left out. The
 /// limit is necessary, because the number of iterations is not limited. The session, the switchover
@@ -16,28 +19,40 @@ use serde_json::{Map, Value, json};
 /// cover at least 50 s of iterations. 10,000 events take about 2 MiB.
 const MAX_EVENTS: usize = 10_000;
 
-/// The start and the events of the timeline that is being recorded. A process has only one, which
-/// records the spans of all threads. If the process has several VMs, the timeline can thus contain
-/// the spans of several migrations.
-static RECORDING: Mutex<Option<(Instant, Vec<Value>)>> = Mutex::new(None);
+/// The start and the events of each timeline that is being recorded, by the id of its root span.
+static RECORDINGS: Mutex<BTreeMap<u64, (Instant, Vec<Value>)>> = Mutex::new(BTreeMap::new());
 
-/// Records the spans that this process enters from now on; call [`crate::log::install`] first.
-pub(crate) fn begin() {
-    *lock(&RECORDING) = Some((Instant::now(), Vec::new()));
+/// A timeline that is being recorded. It contains the spans within its root span, which is entered
+/// on the thread that began the timeline. Other migrations of this process have other root spans.
+pub(crate) struct Timeline(EnteredSpan);
+
+impl Timeline {
+    /// Records the spans that this thread enters from now on; call [`crate::log::install`] first.
+    pub(crate) fn begin() -> Self {
+        let root = info_span!("migration").entered();
+        let recording = (Instant::now(), Vec::new());
+        lock(&RECORDINGS).extend(root.id().map(|id| (id.into_u64(), recording)));
+        Self(root)
+    }
+
+    /// Ends the timeline; returns its events.
+    pub(crate) fn end(self) -> Vec<Value> {
+        let id = self.0.id();
+        let recording = id.and_then(|id| lock(&RECORDINGS).remove(&id.into_u64()));
+        recording.map_or_else(Vec::new, |(_, events)| events)
+    }
 }
 
-/// Ends the timeline; returns its events.
-pub(crate) fn end() -> Vec<Value> {
-    lock(&RECORDING)
-        .take()
-        .map_or_else(Vec::new, |(_, events)| events)
-}
-
-/// Adds a span that ends now, with its lane and fields, if a timeline is being recorded and has
-/// room for it.
-pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<String, Value>)) {
-    let mut recording = lock(&RECORDING);
-    let Some((began, events)) = recording.as_mut() else {
+/// Adds a span that ends now, with its lane and fields, if a timeline with this root span is being
+/// recorded and has room for it.
+pub(crate) fn add(
+    root: &Id,
+    name: &str,
+    entered: Instant,
+    of: impl FnOnce() -> (u64, Map<String, Value>),
+) {
+    let mut recordings = lock(&RECORDINGS);
+    let Some((began, events)) = recordings.get_mut(&root.into_u64()) else {
         return;
     };
     if events.len() >= MAX_EVENTS && matches!(name, "iteration" | "lane" | "open") {
@@ -63,19 +78,24 @@ pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<S
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
+    use tracing_subscriber::Registry;
+
     use super::*;
 
     #[test]
     fn a_full_timeline_still_gets_the_switchover_and_the_session() {
-        begin();
-        let span = |name| add(name, Instant::now(), || (0, Map::new()));
+        let _subscriber = tracing::subscriber::set_default(Registry::default());
+        let timeline = Timeline::begin();
+        let root = timeline.0.id().unwrap();
+        let span = |name| add(&root, name, Instant::now(), || (0, Map::new()));
         (0..2 * MAX_EVENTS).for_each(|_| span("iteration"));
         let last = ["pause", "commit", "switchover", "close", "session"];
         for name in ["lane", "open"].iter().chain(&last) {
             span(name);
         }
-        let events = end();
+        let events = timeline.end();
         let (iterations, rest) = events.split_at(MAX_EVENTS);
         assert!(iterations.iter().all(|event| event["name"] == "iteration"));
         let spans = rest.iter().filter(|event| event["ph"] == "X");

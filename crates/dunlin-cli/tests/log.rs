@@ -269,6 +269,49 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
     assert_eq!(moved.logs, ["", ""]);
 }
 
+/// Two VMs of one process migrate at the same time. Each timeline contains its VM's session, and
+/// nothing of the other one.
+#[test]
+fn timelines_of_simultaneous_migrations_do_not_mix() {
+    let hosts = Hosts::new();
+    let run = words(&format!("{RUN} --vms 2"));
+    let source = Process::start(run, &hosts.scratch.join("1"));
+    let destination = hosts.receive("b", "2", "--sessions 2 --peer a.test");
+    let names = ["vm-1", "vm-2"];
+    let path = |name: &str| hosts.scratch.join(format!("{name}.json"));
+    for _ in names {
+        source.wait_for("started");
+    }
+    let clients = names.map(|name| {
+        let flags = format!("vm migrate --name {name} --peer b.test --rate 1M --lanes 1");
+        let mut migrate = words(&flags);
+        migrate.args(["--to", &destination.address]);
+        migrate.arg("--identity").arg(hosts.scratch.join("a"));
+        migrate.arg("--control").arg(&source.control);
+        migrate.arg("--timeline").arg(path(name));
+        let client = Process::follow(migrate, &source.control);
+        client.wait_for("lane-up");
+        client
+    });
+    for (name, client) in names.iter().zip(clients) {
+        let mut set = words(&format!("vm set --name {name} --rate none --control"));
+        set.arg(&source.control);
+        finish(set).expect(0);
+        assert_eq!(client.wait_for_any(&["moved", "failed"])["event"], "moved");
+    }
+    for name in names {
+        let events = fs::read_to_string(path(name)).unwrap();
+        let events: Vec<Value> = serde_json::from_str(&events).unwrap();
+        let spans = events.iter().filter(|event| event["ph"] == "X");
+        let of = |span: &'static str| spans.clone().filter(move |event| event["name"] == span);
+        let vms: Vec<_> = of("session").map(|event| &event["args"]["vm"]).collect();
+        assert_eq!(vms, [name]);
+        for span in ["connect", "lane", "switchover"] {
+            assert_eq!(of(span).count(), 1, "{span}");
+        }
+    }
+}
+
 #[test]
 fn i2_a_log_without_a_reader_delays_no_migration() {
     let hosts = Hosts::new();

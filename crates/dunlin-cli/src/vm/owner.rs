@@ -34,7 +34,7 @@ use crate::published::StatusSocket;
 use crate::published::history::{self, Finished};
 use crate::service::start;
 use crate::state::StatePath;
-use crate::timeline;
+use crate::timeline::Timeline;
 
 /// Flags of `vm run` and `vm receive`, the processes that can own a VM.
 #[derive(Debug, Args)]
@@ -288,10 +288,10 @@ fn move_away(
     let spawned = start("migration", move || {
         let observe = |event: &Event| for_thread.observe(event);
         let cancel = &for_thread.cancel;
-        if timeline {
+        let timeline = timeline.then(|| {
             log::install(Level::INFO);
-            timeline::begin();
-        }
+            Timeline::begin()
+        });
         let source: Arc<dyn SourceVm> = Arc::clone(&vm) as _;
         let line = match Migration::builder(source, to, &tls)
             .options(options)
@@ -313,8 +313,8 @@ fn move_away(
             }
             Err(error) => Line::Failed((&error).into()),
         };
-        if timeline {
-            for_thread.keep_timeline(timeline::end());
+        if let Some(timeline) = timeline {
+            for_thread.keep_timeline(timeline.end());
         }
         add_to_history(&for_service, &vm.vm().config().name, &for_thread, &line);
         for_service.finish(&for_thread, line);
