@@ -45,7 +45,7 @@ pub(crate) struct Receive {
     #[arg(long)]
     allow_plain: bool,
     /// Longest time without progress from a source before its migration is aborted; keep-alives do
-    /// not count. No other VM can arrive during that time.
+    /// not count. Until then it takes up one of the `--sessions`.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
     /// Number of VMs to wait for, 1 to 128. They may arrive at once. The process owns all of them,
