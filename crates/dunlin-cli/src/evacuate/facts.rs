@@ -153,7 +153,7 @@ fn settled(source: &Virsh, entry: &Entry) -> Option<Entry> {
             let at = [source, &destination].map(|host| whereabouts(host, &entry.uuid));
             entry.result = Outcome::Doubt;
             // The record does not state whether the VM was paused. A paused VM arrives paused, so a
-            // paused copy at the destination is no reason for doubt.
+            // paused copy at the destination is not a reason for doubt.
             match judge(&at[0], &at[1], true) {
                 Verdict::Moved => {
                     entry.result = Outcome::Moved;
