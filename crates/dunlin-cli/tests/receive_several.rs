@@ -155,6 +155,8 @@ fn i1_i3_two_vms_leave_the_process_that_runs_both() {
         let client = migrate(&hosts, (name, &from), &to, "a", "--verify");
         let moved = client.wait_for_any(&["moved", "failed"]);
         assert_eq!(moved["digests_equal"], true, "{moved}");
+        // The source can report the end before the destination has changed its state.
+        to.wait_for("received");
         assert_eq!(status(name, &to)["state"], "running");
     }
     let (code, last) = from.ended();
