@@ -164,7 +164,7 @@ fn a_firewall_that_admits_no_lanes_is_named_on_both_hosts() {
 }
 
 /// No packet reaches the far host any more. The tunnel reports that its peer's host does not answer, as
-/// soon as it would report a stopped process.
+/// quickly as it reports a stopped process.
 #[test]
 fn a_host_that_is_gone_is_reported_as_one_that_does_not_answer() {
     let Some(wire) = Wire::new(None) else { return };

@@ -132,7 +132,7 @@ pub enum Position {
 /// The outcome of an attempt, according to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// The VM runs at the destination.
+    /// The destination has the VM: it runs there, or stays paused as *commit* requested.
     Running,
     /// The destination has recorded that it will never run this attempt's VM.
     Aborted,

@@ -87,10 +87,10 @@ pub const CHUNK_PAGES: u64 = 64;
 /// pages are 32 MiB. Zero pages have no payload, so a lane that finds zero pages adds the
 /// next pending pages to the chunk.
 ///
-/// Formula: large enough that one header covers 32 MiB of zero pages, or 16 non-zero pages of which
-/// one is in each 2 MiB. Small enough that the lane, which sends nothing while it reads, needs only
-/// a few milliseconds to read the pages. Drawback: the loss of a lane returns up to 32 MiB to the
-/// schedule. Alternative: no added pages, so that each 256 KiB of zeros costs a header and an
+/// Formula: large enough that one header covers 32 MiB of zero pages, also if each 2 MiB of it
+/// contains one other page. Small enough that the lane, which sends nothing while it reads, needs
+/// only a few milliseconds to read the pages. Drawback: the loss of a lane returns up to 32 MiB to
+/// the schedule for each of its unacknowledged chunks. Alternative: no added pages, so that each 256 KiB of zeros costs a header and an
 /// acknowledgement ([`CHUNK_PAGES`]).
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 

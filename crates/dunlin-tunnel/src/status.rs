@@ -31,8 +31,8 @@ pub struct Status {
     pub rate: Option<u64>,
     /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
     pub refused: Option<String>,
-    /// The address and the reason, if the most recent attempt of either side to open a lane in one
-    /// of the directions failed.
+    /// The address and the reason, if in at least one direction the most recent attempt to open a
+    /// lane failed, whichever side made it.
     pub trouble: Option<String>,
 }
 

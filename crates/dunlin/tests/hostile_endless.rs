@@ -15,7 +15,7 @@ use dunlin_test_support::hostile::destination::*;
 use dunlin_test_support::hostile::*;
 use dunlin_test_support::lane::soon;
 
-/// The limits of these tests.
+/// The source's limit for answers, and the destination's idle limit, in these tests.
 const BRIEF: Duration = Duration::from_millis(500);
 
 /// Options with which the source waits only briefly for answers.

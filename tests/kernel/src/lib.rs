@@ -63,7 +63,8 @@ pub struct Needs {
     /// Whether the `dunlin` of the earlier commit that `DUNLIN_PREVIOUS` names is also in the path
     /// (see [`Guest::versions`]).
     pub previous: bool,
-    /// Test programs of the library that are in the path (see [`Guest::library_tests`]).
+    /// The names of the crates' integration tests that are added to the path, as programs (see
+    /// [`Guest::library_tests`]).
     pub library_tests: &'static [&'static str],
     /// The time limit in seconds. After it, the test is killed and counts as hung. The limit of the
     /// soak test is ten times as long.

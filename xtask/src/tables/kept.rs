@@ -70,7 +70,7 @@ pub(super) fn path(name: &str) -> String {
 }
 
 impl Kept {
-    /// Reads the file with this name in the folder of the workspace at `root`.
+    /// Reads the file with this name from the folder of results of the workspace at `root`.
     pub(super) fn read(root: &Path, name: &str) -> Result<Self> {
         let path = path(name);
         let text =

@@ -61,7 +61,8 @@ pub(crate) struct Enable {
     /// The last day for --plain-from, at most 90 days ahead, such as 2026-12-31.
     #[arg(long, value_name = "DATE", requires = "plain_from")]
     plain_until: Option<String>,
-    /// Where peers connect to this host's tunnel, if the configuration is created.
+    /// Address at which this host's tunnel listens for peers. Used only if the configuration is
+    /// created.
     #[arg(long, value_name = "ADDR", default_value = "[::]:18300")]
     listen: String,
     /// libvirt's configuration of QEMU.

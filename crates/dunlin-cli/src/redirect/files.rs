@@ -20,7 +20,7 @@ use super::table::Record;
 use crate::file::replace;
 use crate::text::plain;
 
-/// Location of the results for other processes.
+/// Where `apply` and `watch` leave their results for other processes.
 #[derive(Clone, Debug, Args)]
 pub(super) struct RunPath {
     /// Directory of the record of the last `apply`, and of the result of `watch`.

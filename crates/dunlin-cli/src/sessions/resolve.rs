@@ -238,7 +238,7 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             bail!("nothing is in doubt: VM {vm} is here")
         }
         State::Source(SourceRecord::Released) => {
-            bail!("nothing is in doubt: {peer} confirmed that it runs VM {vm}")
+            bail!("nothing is in doubt: {peer} confirmed that it has VM {vm}")
         }
         State::Source(SourceRecord::GivenUp) => {
             bail!("nothing is in doubt: the copy here was given up")

@@ -24,7 +24,7 @@ pub enum VmIs {
     /// paused at the source and may run at the destination. Keep it paused, keep the process
     /// alive, and use [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
-    /// The VM was started at the destination and no longer runs there. The source has its
+    /// The VM ran, or may have run, at the destination and no longer does. The source has its
     /// copy, paused as it was at the switchover. An operator decides whether to resume
     /// that copy, through [`MigrateError::doubt`](super::MigrateError::doubt).
     RanThenDied,

@@ -1,4 +1,4 @@
-//! Tests false messages before the description of the VM, and in it.
+//! Tests messages out of turn before *describe*, a repeated *describe*, and false contents of it.
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin_proto::control::{Message, Region, RegionKind, RegionTable};

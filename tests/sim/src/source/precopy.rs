@@ -13,7 +13,7 @@ use crate::world::World;
 
 /// The minimum duration of an iteration before the last.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
-/// Once no fault has been active for this time, no thread still waits because of a fault.
+/// How long the effects of a fault can last after its end.
 const UNDISTURBED_NS: u64 = 10_000 * MS;
 /// The part of the switchover's duration that does not depend on the number of pages.
 const FIXED_NS: u64 = 20 * MS;

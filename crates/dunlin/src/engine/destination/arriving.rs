@@ -96,8 +96,8 @@ impl Attempt {
 
     /// Whether the source will never ask about the session: it has cancelled and keeps the VM, or
     /// this side never accepted the VM. In all other cases a source may ask, even if it did not
-    /// receive *ready*: its process may have died before *ready* arrived, while the VM stays paused
-    /// in another process.
+    /// receive *ready*. If its process died before *ready* arrived, and the VM stays paused in
+    /// another process, the restarted source asks.
     pub(super) fn is_never_asked_about(&self) -> bool {
         self.reached < Reached::Accepted || self.source_keeps
     }

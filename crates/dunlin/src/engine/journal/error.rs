@@ -24,7 +24,7 @@ pub enum JournalError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// Other users may read or write the directory, or one of them owns it.
+    /// The directory's mode permits other users something, or one of them owns it.
     #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.
@@ -49,7 +49,7 @@ pub enum JournalError {
         path: PathBuf,
     },
     /// This session's record must not be removed, and this attempt must not replace it.
-    #[error("{path} records this session as {state}, attempt {attempt}: until the session has ended, its record cannot be removed and no new attempt can begin; a new attempt needs a number above {attempt}", path = path.display())]
+    #[error("{path} records attempt {attempt} of this session as {state}: a record with an open outcome cannot be removed, and a new attempt needs a number above {attempt} and can begin only after this attempt has ended with the VM at the source", path = path.display())]
     Undecided {
         /// The file.
         path: PathBuf,
