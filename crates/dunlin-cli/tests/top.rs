@@ -82,7 +82,7 @@ fn rates_of_a_route_and_a_peer_are_changed_from_the_screen() {
     top.press("1x\r");
     top.wait_for("invalid size");
     top.press("\x7f\x7f8M\r");
-    top.wait_for("limit of near: route ram");
+    wait_for_limit(&top, "near: route ram");
     let limited = status(&hosts, "near");
     assert_eq!(limited["routes"][0]["limit_bytes_per_s"], 8 * MIB);
     // The tunnel reads at most 8 MiB/s now, and the screen shows the limit and the rate.
@@ -96,7 +96,7 @@ fn rates_of_a_route_and_a_peer_are_changed_from_the_screen() {
     });
     top.select("near: peer b.test");
     top.press("r2M\r");
-    top.wait_for("limit of near: peer b.test");
+    wait_for_limit(&top, "near: peer b.test");
     assert_eq!(
         status(&hosts, "near")["peers"][0]["limit_bytes_per_s"],
         2 * MIB
@@ -185,6 +185,14 @@ fn a_session_in_doubt_is_first_and_says_how_to_settle_it() {
     assert_restored(top, 0);
 }
 
+/// Waits until the screen shows that the limit of this row has changed, not only that it is changing.
+fn wait_for_limit(top: &Terminal, row: &str) {
+    let text = format!("limit of {row}");
+    top.wait_until(&text, |screen| {
+        screen.has(&text) && !screen.has("changing the limit")
+    });
+}
+
 #[test]
 fn i2_a_migration_cancelled_from_the_screen_leaves_the_vm_at_the_source() {
     let hosts = Hosts::new();
@@ -197,7 +205,7 @@ fn i2_a_migration_cancelled_from_the_screen_leaves_the_vm_at_the_source() {
     top.select("VM vm to ");
     top.wait_for("pre-copy 1");
     top.press("r2M\r");
-    top.wait_for("limit of VM vm to ");
+    wait_for_limit(&top, "VM vm to ");
     assert_eq!(hosts.status(&here)["migration"]["rate"], 2 * MIB);
     top.press("\r");
     // A lane's rate is computed from two readings, so it appears after the second one.
