@@ -232,7 +232,7 @@ fn resolve_refuses_if_nothing_is_in_doubt() {
         (source(SourceRecord::Migrating), "before commit"),
         (source(SourceRecord::Kept), "is here"),
         (source(SourceRecord::RunHere), "is here"),
-        (source(SourceRecord::Released), "confirmed that it runs"),
+        (source(SourceRecord::Released), "confirmed that it has"),
         (source(SourceRecord::GivenUp), "was given up"),
         (
             State::Destination(DestinationRecord::Prepared),
