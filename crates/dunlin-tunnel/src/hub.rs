@@ -12,12 +12,13 @@
 //! `settle` carries out the decisions that need no waiting. The talker starts threads and sends
 //! messages, because only the talker calls the modules above this one.
 
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{self, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::Readiness;
 use dunlin_linux::socket::unread_bytes;
@@ -103,6 +104,27 @@ pub(super) struct Core {
     /// Threads for the talker to start.
     pub(super) starts: Vec<Start>,
     pub(super) talker: Talker,
+    wakes: Wakes,
+}
+
+/// The threads to wake when the core is unlocked. A thread that is woken earlier would run only to
+/// wait for the lock.
+#[derive(Clone, Copy, Default)]
+struct Wakes {
+    talker: bool,
+    /// One of the lanes' threads that wait for work.
+    follower: bool,
+    /// The thread that watches the sockets to read from.
+    watcher: bool,
+    /// All threads of lanes on which this side sends.
+    senders: bool,
+}
+
+/// The locked core. Dropping it unlocks the core and then wakes threads.
+pub(super) struct Locked<'a> {
+    hub: &'a Hub,
+    /// `None` only while a thread waits or the guard is dropped.
+    core: Option<MutexGuard<'a, Core>>,
 }
 
 /// The threads of this side's lanes: one watches the sockets, the others wait for work.
@@ -186,9 +208,76 @@ impl Core {
         self.cutters.remove(&(direction, lane));
     }
 
+    /// Wakes another thread to watch the sockets, if none does.
+    pub(super) fn promote(&mut self) {
+        if !self.senders.watched && self.senders.followers > 0 {
+            self.wakes.follower = true;
+        }
+    }
+
+    /// Ends the wait of the thread that watches the sockets, if there is one.
+    pub(super) fn wake_watcher(&mut self) {
+        self.wakes.watcher |= self.senders.watched;
+    }
+
+    /// Wakes a lane's thread if there are bytes to send, and the threads of lanes that have to end.
+    fn wake_senders(&mut self) {
+        let senders = &mut self.senders;
+        if self.trunk.has_work() && !senders.woken {
+            if senders.followers > 0 {
+                senders.woken = true;
+                self.wakes.follower = true;
+            } else if senders.watched {
+                senders.woken = true;
+                self.wakes.watcher = true;
+            }
+        }
+        for lane in self.trunk.leaving() {
+            self.wakes.senders |= senders.ending.insert(lane);
+        }
+    }
+
     /// The address and the reason, if the most recent attempt to open a lane failed.
     pub(super) fn trouble(&self) -> Option<String> {
         self.troubles.values().next().cloned()
+    }
+}
+
+impl Locked<'_> {
+    /// Wakes the threads that must run, and waits until `condition` is notified, at most for
+    /// `limit`. May return early.
+    pub(super) fn wait(mut self, condition: &Condvar, limit: Option<Duration>) -> Self {
+        let wakes = std::mem::take(&mut self.wakes);
+        self.hub.wake(wakes);
+        self.core = self
+            .core
+            .take()
+            .map(|core| sync::wait(condition, core, limit));
+        self
+    }
+}
+
+impl Deref for Locked<'_> {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        self.core.as_ref().expect("locked until it is dropped")
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Core {
+        self.core.as_mut().expect("locked until it is dropped")
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if let Some(mut core) = self.core.take() {
+            let wakes = std::mem::take(&mut core.wakes);
+            drop(core);
+            self.hub.wake(wakes);
+        }
     }
 }
 
@@ -241,6 +330,7 @@ impl Hub {
                 connecting: 0,
                 starts: Vec::new(),
                 talker: Talker::Runs,
+                wakes: Wakes::default(),
             }),
             talk: Condvar::new(),
             idle: Condvar::new(),
@@ -254,8 +344,25 @@ impl Hub {
     }
 
     /// Locks the core. Ignores poisoning, because every call leaves the core consistent.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
-        lock(&self.core)
+    pub(super) fn lock(&self) -> Locked<'_> {
+        Locked {
+            hub: self,
+            core: Some(lock(&self.core)),
+        }
+    }
+
+    fn wake(&self, wakes: Wakes) {
+        if wakes.talker {
+            self.talk.notify_one();
+        }
+        if wakes.senders {
+            self.idle.notify_all();
+        } else if wakes.follower {
+            self.idle.notify_one();
+        }
+        if wakes.senders || wakes.watcher {
+            self.reads.wake();
+        }
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -309,10 +416,10 @@ impl Hub {
                 || core.control.is_over()
             {
                 core.talker = Talker::Runs;
-                self.talk.notify_one();
+                core.wakes.talker = true;
             }
         }
-        self.wake_senders(core);
+        core.wake_senders();
     }
 
     fn act(&self, core: &mut Core, action: Action, now_ns: u64) {
@@ -369,7 +476,7 @@ impl Hub {
                 if let Some(cut) = core.cutters.remove(&(Direction::Out, lane)) {
                     cut.shutdown();
                 }
-                self.wake_all_senders();
+                core.wakes.senders = true;
             }
             Action::LaneRefused { lane, fault, text } => {
                 let failure = Failure::of_peer(fault, &text);
@@ -388,36 +495,10 @@ impl Hub {
                 for cut in std::mem::take(&mut core.cutters).into_values() {
                     cut.shutdown();
                 }
-                self.wake_all_senders();
+                core.wakes.senders = true;
                 self.writes.wake();
             }
         }
-    }
-
-    /// Wakes a lane's thread if there are bytes to send, and the threads of lanes that have to end.
-    fn wake_senders(&self, core: &mut Core) {
-        let senders = &mut core.senders;
-        if core.trunk.has_work() && !senders.woken {
-            if senders.followers > 0 {
-                senders.woken = true;
-                self.idle.notify_one();
-            } else if senders.watched {
-                senders.woken = true;
-                self.reads.wake();
-            }
-        }
-        let mut any_ends = false;
-        for lane in core.trunk.leaving() {
-            any_ends |= senders.ending.insert(lane);
-        }
-        if any_ends {
-            self.wake_all_senders();
-        }
-    }
-
-    fn wake_all_senders(&self) {
-        self.idle.notify_all();
-        self.reads.wake();
     }
 
     /// Starts to watch a channel's socket. Called when the other end of the channel is connected.

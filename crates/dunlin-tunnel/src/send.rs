@@ -25,7 +25,6 @@ use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
-use dunlin_lane::sync;
 
 /// After a read of at least this many bytes, the socket is read again immediately. Sending that
 /// many bytes takes so long that another thread should watch the sockets in the meantime.
@@ -45,7 +44,7 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
                 hub.not_opened(&mut core, Direction::Out, lane, &failure);
             }
             hub.settle(&mut core);
-            promote(hub, &core);
+            core.promote();
         }
     }
 }
@@ -114,7 +113,7 @@ fn carry(hub: &Hub, lane: u16, sender: DataSender) {
     core.lane_is_over(Direction::Out, lane);
     core.trunk.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
-    promote(hub, &core);
+    core.promote();
     let is_over = core.control.is_over();
     drop(core);
     if let Err(failure) = result
@@ -161,7 +160,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                 // for another thread.
                 if found.is_some() && is_full(&sender) {
                     watch_again(hub, channel, idle.take());
-                    promote(hub, &hub.lock());
+                    hub.lock().promote();
                 }
                 let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
                 // Rearm the socket only after the send: the peer waits for the piece, but no thread
@@ -204,12 +203,12 @@ fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration>
 }
 
 /// Delays the next read of a channel until `until`.
-fn delay(hub: &Hub, core: &mut Core, channel: u32, until: Instant) {
+fn delay(core: &mut Core, channel: u32, until: Instant) {
     let is_next = core.delayed.iter().all(|(other, _)| *other > until);
     core.delayed.push((until, channel));
-    if is_next && core.senders.watched {
+    if is_next {
         // Otherwise the thread that watches the sockets would wait for too long.
-        hub.reads.wake();
+        core.wake_watcher();
     }
 }
 
@@ -228,7 +227,7 @@ fn next(
         match work {
             Work::Wait if core.senders.watched => {
                 core.senders.followers += 1;
-                core = sync::wait(&hub.idle, core, None);
+                core = core.wait(&hub.idle, None);
                 core.senders.followers -= 1;
                 core.senders.woken = false;
             }
@@ -245,7 +244,7 @@ fn next(
                 return (work, core.channels.socket(channel));
             }
             _ => {
-                promote(hub, &core);
+                core.promote();
                 return (work, None);
             }
         }
@@ -258,13 +257,6 @@ pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
         if let Ok(channel) = u32::try_from(one.token) {
             core.trunk.readable(channel);
         }
-    }
-}
-
-/// Wakes another thread to watch the sockets, if none does.
-fn promote(hub: &Hub, core: &Core) {
-    if !core.senders.watched && core.senders.followers > 0 {
-        hub.idle.notify_one();
     }
 }
 
@@ -334,11 +326,11 @@ fn read(
     }
     let data = core.trunk.read(lane, channel, outcome, now_ns);
     if let Some(until) = until {
-        delay(hub, &mut core, channel, until);
+        delay(&mut core, channel, until);
     }
     hub.settle(&mut core);
     if much {
-        promote(hub, &core);
+        core.promote();
     }
     drop(core);
     (data.zip(piece), socket.filter(|_| idle))

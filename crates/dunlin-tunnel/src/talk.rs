@@ -20,7 +20,6 @@ use super::terms::Origin;
 use super::{exit, receive, send};
 use dunlin_lane::control::{ControlError, ControlStream};
 use dunlin_lane::dial::LaneDialer;
-use dunlin_lane::sync;
 use dunlin_linux::tcp::silence;
 
 /// Maximum size of a batch of messages for one write.
@@ -110,7 +109,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             (mine && core.trunk.channels() == 0).then(|| IDLE.saturating_sub(idle_since.elapsed()));
         let wait = due.into_iter().chain(cold).min();
         core.talker = Talker::Waits { until_ns };
-        drop(sync::wait(&hub.talk, core, wait));
+        drop(core.wait(&hub.talk, wait));
     }
 }
 
