@@ -15,8 +15,8 @@
 use dunlin_lane::sync::{self, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -123,7 +123,7 @@ struct Wakes {
 /// The locked core. Dropping it unlocks the core and then wakes threads.
 pub(super) struct Locked<'a> {
     hub: &'a Hub,
-    /// `None` only while a thread waits or the guard is dropped.
+    /// `None` only inside [`Locked::wait`] and `drop`.
     core: Option<MutexGuard<'a, Core>>,
 }
 

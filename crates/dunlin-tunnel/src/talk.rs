@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::stripe::ACK_DELAY_NS;
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use dunlin_proto::wire::DecodeError;
 use thiserror::Error;
@@ -59,6 +60,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let mut batch = Vec::new();
     let mut ready = Vec::new();
     let mut idle_since = Instant::now();
+    let mut has_sent = false;
     loop {
         let mut core = hub.lock();
         core.talker = Talker::Runs;
@@ -98,12 +100,19 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             if let Err(error) = stream.send(&batch) {
                 lost(hub, epoch, error);
             }
+            has_sent = true;
             continue;
         }
         if !core.starts.is_empty() {
             continue;
         }
-        let until_ns = core.trunk.due_ns();
+        let mut until_ns = core.trunk.due_ns();
+        if std::mem::take(&mut has_sent) {
+            // While bytes arrive, each acknowledgement that becomes due is due later than this, so
+            // it does not wake this thread.
+            let look_ns = hub.now_ns().saturating_add(ACK_DELAY_NS);
+            until_ns = Some(until_ns.map_or(look_ns, |due_ns| due_ns.min(look_ns)));
+        }
         let due = until_ns.map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(hub.now_ns())));
         let cold =
             (mine && core.trunk.channels() == 0).then(|| IDLE.saturating_sub(idle_since.elapsed()));
