@@ -8,11 +8,14 @@ use super::message::LaneAck;
 use crate::fault::FaultCode;
 use crate::mistake::{Mistake, planted};
 
-/// If a lane has this many unacknowledged frames, an acknowledgement is due immediately. The limit
-/// bounds the bytes that the sender keeps for longer than necessary.
-const ACK_FRAMES: u64 = 16;
-/// If a lane has this many unacknowledged bytes, an acknowledgement is due immediately.
-const ACK_BYTES: u64 = 1024 * 1024;
+/// If the lanes together have this many unacknowledged frames, acknowledgements are due immediately.
+const ACK_FRAMES: u64 = 32;
+/// If the lanes together have this many unacknowledged bytes, acknowledgements are due immediately.
+///
+/// Formula: at 2 GiB/s a message each millisecond. Drawback: the sender keeps up to this many bytes
+/// for longer than necessary. Alternative: half as many bytes, which costs twice the messages, each
+/// with a thread to wake on either side.
+const ACK_BYTES: u64 = 2 * 1024 * 1024;
 /// How long an acknowledgement may be delayed, so that it is sent together with other
 /// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works;
 /// nothing else waits for it. The delay is much shorter than the timeout for a lane without
@@ -35,13 +38,15 @@ struct Lane {
 }
 
 impl Lane {
+    fn unacknowledged(&self) -> u64 {
+        self.frames - self.acknowledged
+    }
+
     fn due_ns(&self) -> Option<u64> {
-        let unacknowledged = self.frames - self.acknowledged;
-        let is_due = unacknowledged >= ACK_FRAMES || self.unacknowledged_bytes >= ACK_BYTES;
-        if self.ended || self.over || is_due {
+        if self.ended || self.over {
             return Some(0);
         }
-        (unacknowledged > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))
+        (self.unacknowledged() > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))
     }
 }
 
@@ -52,6 +57,8 @@ pub(super) struct ReceivingLanes {
     lanes: BTreeMap<u16, Lane>,
     /// One bit per lane number, set when the number is used, because a number is used only once.
     used: Box<[u64; 1024]>,
+    /// Whether another message is being sent, with which acknowledgements can be sent.
+    along: bool,
 }
 
 impl ReceivingLanes {
@@ -60,6 +67,7 @@ impl ReceivingLanes {
             most: usize::from(most),
             lanes: BTreeMap::new(),
             used: Box::new([0; 1024]),
+            along: false,
         }
     }
 
@@ -165,7 +173,18 @@ impl ReceivingLanes {
 
     /// When the next acknowledgement is due; 0 means immediately.
     pub(super) fn due_ns(&self) -> Option<u64> {
-        self.lanes.values().filter_map(Lane::due_ns).min()
+        let lanes = || self.lanes.values();
+        let frames: u64 = lanes().map(Lane::unacknowledged).sum();
+        let bytes: u64 = lanes().map(|lane| lane.unacknowledged_bytes).sum();
+        if frames >= ACK_FRAMES || bytes >= ACK_BYTES {
+            return Some(0);
+        }
+        lanes().filter_map(Lane::due_ns).min()
+    }
+
+    /// Makes acknowledgements due, because another message is sent in any case.
+    pub(super) fn send_along(&mut self) {
+        self.along = true;
     }
 
     /// Removes and returns a lost lane for which *lane lost* has not been sent.
@@ -179,14 +198,16 @@ impl ReceivingLanes {
         })
     }
 
-    /// Returns the acknowledgements of all lanes, if one of them is due.
+    /// Returns the acknowledgements of all lanes, if one of them is due or another message is sent
+    /// too.
     pub(super) fn take_acks(&mut self, now_ns: u64) -> Option<Vec<LaneAck>> {
-        if self.due_ns()? > now_ns {
+        let along = std::mem::take(&mut self.along);
+        if self.due_ns()? > now_ns && !along {
             return None;
         }
         let mut acks = Vec::new();
         self.lanes.retain(|&number, lane| {
-            if lane.ended || lane.frames > lane.acknowledged {
+            if lane.ended || lane.unacknowledged() > 0 {
                 acks.push(LaneAck {
                     lane: number,
                     frames: lane.frames,
@@ -232,11 +253,43 @@ mod tests {
         assert_eq!(lanes.take_acks(50 + ACK_DELAY_NS), ack(1));
         assert_eq!(lanes.due_ns(), None);
         for _ in 0..ACK_FRAMES {
+            assert_eq!(lanes.take_acks(60), None);
             lanes.safe(1, 1, 60);
         }
         assert_eq!(lanes.take_acks(60), ack(1 + ACK_FRAMES));
         lanes.safe(1, ACK_BYTES, 70);
         assert_eq!(lanes.take_acks(70), ack(2 + ACK_FRAMES));
+    }
+
+    #[test]
+    fn i8_the_limit_of_unacknowledged_bytes_is_for_all_lanes_together() {
+        let mut lanes = ReceivingLanes::new(2);
+        assert_eq!((lanes.admit(1), lanes.admit(2)), (Ok(()), Ok(())));
+        lanes.safe(1, ACK_BYTES / 2, 0);
+        assert_eq!(lanes.take_acks(0), None);
+        lanes.safe(2, ACK_BYTES / 2, 0);
+        let acks = lanes.take_acks(0).unwrap_or_default();
+        let lanes: Vec<_> = acks.iter().map(|ack| (ack.lane, ack.frames)).collect();
+        assert_eq!(lanes, [(1, 1), (2, 1)]);
+    }
+
+    #[test]
+    fn acknowledgements_are_sent_along_with_another_message() {
+        let mut lanes = ReceivingLanes::new(1);
+        assert_eq!(lanes.admit(1), Ok(()));
+        lanes.send_along();
+        assert_eq!(lanes.take_acks(0), None, "nothing has arrived");
+        lanes.safe(1, 1, 0);
+        assert_eq!(
+            lanes.take_acks(0),
+            None,
+            "the other message was sent before"
+        );
+        lanes.send_along();
+        assert_eq!(
+            lanes.take_acks(0),
+            Some(vec![LaneAck { lane: 1, frames: 1 }])
+        );
     }
 
     #[test]

@@ -192,6 +192,7 @@ impl<T: Clone> Trunk<T> {
         if credits.is_empty() {
             return None;
         }
+        self.arriving.send_along();
         let measured = self.agenda.ping_ns.unwrap_or(0);
         self.agenda.ping_wanted |= now_ns.saturating_sub(measured) >= PING_NS;
         Some(Message::Credit(credits))

@@ -222,6 +222,8 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
     assert_eq!(sent, START_WINDOW_BYTES);
     assert_eq!(pair.sides[1].held(stalled), Some(sent));
     // The receiver keeps these bytes, so the sender need not.
+    pair.now_ns += ACK_DELAY_NS;
+    pair.settle();
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
     pair.sides[0].readable(other);
     assert_eq!(pair.reads(0, 1, 10, false).unwrap().channel(), other);
