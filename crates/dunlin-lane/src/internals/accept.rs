@@ -46,8 +46,8 @@ const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Minimum age at which a connection may be evicted because descriptors or memory ran out. An
-/// honest handshake usually finishes within this time, so that simultaneous lanes of one session do
-/// not evict each other.
+/// honest handshake usually finishes within this time, so simultaneous lanes of one session do not
+/// evict each other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 /// Accepts connections on `listener` until `stop` is woken, and passes each result to `deliver`.

@@ -409,9 +409,8 @@ fn write(
 }
 
 impl ServerTls {
-    /// Makes all later handshakes of the session use the settings of its control lane. `control` is
-    /// a lane that this side accepted. A lane that this side opened has no settings to keep, so the
-    /// call then has no effect.
+    /// Makes all later handshakes of the session use the settings of its control lane, `control`.
+    /// If this side opened that lane, the lane has no such settings, and the call has no effect.
     #[cfg(feature = "unstable-internals")]
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {

@@ -87,8 +87,8 @@ impl RejectReason {
     }
 }
 
-/// The fault code for an error of `dunlin_linux::socket::Accepted::Shortage`. It names the resource
-/// that ran out.
+/// The fault code for an error of `dunlin_linux::socket::Accepted::Shortage`. The code names the
+/// resource that ran out.
 fn of_shortage(error: &io::Error) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;

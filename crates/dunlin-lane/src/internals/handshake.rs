@@ -44,7 +44,7 @@ use super::record::{OpenHalf, SealHalf};
 use super::trust::Trust;
 pub use super::trust::UntrustedReason;
 
-/// Maximum time that a failed handshake waits for the peer to read its alert.
+/// Maximum time that a failed handshake waits for the peer to read this side's alert.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// An authenticated connection with the keys of both directions.
@@ -210,7 +210,7 @@ fn negotiated_version(connection: &CommonState) -> Result<Version, HandshakeErro
     }
 }
 
-/// Reads one whole handshake record before `deadline`.
+/// Reads one complete handshake record before `deadline`.
 pub(super) fn read_record(
     mut stream: &TcpStream,
     deadline: Instant,
@@ -319,7 +319,7 @@ fn drive<C: Unbuffered>(
 /// The next action of a handshake.
 enum Next {
     Go,
-    /// Send the outgoing bytes, which are a whole flight.
+    /// Send the outgoing bytes, which are a complete flight.
     Write,
     /// Read one more record.
     Read,

@@ -81,7 +81,7 @@ pub enum Refused {
         /// The kernel's driver.
         driver: Driver,
     },
-    /// This process cannot see which driver the kernel uses.
+    /// This process cannot determine which driver the kernel uses.
     #[error(
         "cannot read this kernel's cipher driver from /proc/crypto, so the driver may be slow: let \
          this process read that file (a service's ProcSubset=pid hides it), or require kernel TLS \
@@ -501,7 +501,7 @@ mod tests {
         assert!(absent.is_current());
         if let Some(at) = Instant::now().checked_sub(REFUSAL_LIFETIME) {
             absent.at = at;
-            assert!(!absent.is_current(), "the module may have been loaded");
+            assert!(!absent.is_current(), "an old refusal is still current");
         }
     }
 

@@ -205,8 +205,8 @@ impl std::fmt::Display for Alert {
             }
             43 => {
                 "it does not accept this host's certificate for this side of a connection: the side that connects \
-                 needs a certificate for TLS clients, the side that accepts one for TLS servers (extended key \
-                 usage)"
+                 needs a certificate for TLS clients, and the side that accepts needs one for TLS servers \
+                 (extended key usage)"
             }
             44 => "it considers this host's certificate revoked: replace it",
             45 => "it considers this host's certificate expired: renew it, or correct the clocks",
@@ -335,8 +335,8 @@ impl SealHalf {
         })
     }
 
-    /// The number of data records that may still be sealed. Replace the lane before it reaches
-    /// zero.
+    /// The number of data records that may still be sealed. Replace the lane before the number
+    /// reaches zero.
     pub fn records_left(&self) -> u64 {
         RECORD_LIMIT.saturating_sub(self.sequence)
     }

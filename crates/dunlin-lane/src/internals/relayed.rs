@@ -3,8 +3,8 @@
 //!
 //! With [`session`], rustls seals and opens the records in this process. With [`in_kernel`], the
 //! kernel seals and opens the records, and this process handles only TLS's own messages. Lanes use
-//! neither of the two modules, because the peer of a lane is always Dunlin, which never renews
-//! keys.
+//! neither of the two modules, because the peer of a lane is always Dunlin, which never renews a
+//! lane's keys.
 
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -7,10 +7,11 @@
 //!        chain to an authority (webpki) ──▶ revoked or denied? ──▶ name allowed? ──▶ trusted
 //! ```
 //!
-//! Revocation takes precedence over a pin. A chain can only use certificates that the peer sends,
-//! so the peer's own certificate is first looked up in the local lists by issuer and serial number,
-//! without a chain. rustls derives the alert from the error, so the verifier returns rustls's own
-//! error if one exists; [`take_untrusted`] returns details that those errors cannot carry.
+//! Revocation takes precedence over a pin. A pinned peer could withhold its intermediates; webpki
+//! would then find no chain and check no list. The peer's own certificate is therefore first looked
+//! up in the local lists by issuer and serial number, without a chain. rustls derives the alert
+//! from the error, so the verifier returns rustls's own error if one exists; [`take_untrusted`]
+//! returns details that those errors cannot carry.
 
 /// The signature checks that all verifiers share, using the verifier's `algorithms`.
 macro_rules! verify_signatures_with_own_algorithms {

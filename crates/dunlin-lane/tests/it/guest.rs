@@ -220,7 +220,8 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_received() {
             sender.finish().unwrap();
             let mut wire = Vec::new();
             tap.read_to_end(&mut wire).unwrap();
-            // An offset after the header's record, in the second of the two payload records.
+            // The content of the second payload record begins here, after the header's record and
+            // the first payload record.
             let second = 4 + OVERHEAD_BYTES + RECORD_BYTES + HEADER_BYTES;
             wire[second + at] ^= 1;
             onward.write_all(&wire).unwrap();

@@ -297,7 +297,7 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
         let theirs = Authority::named(name);
         let stranger = server(&theirs.identity(&[DESTINATION]), Peers::AnyFromAuthority);
         assert_client_refuses(&source, &stranger, is_reason, alert);
-        // A stranger that trusts this authority but has no certificate from it.
+        // A stranger that trusts `ours` but has no certificate from it.
         let directory = theirs.host(&[SOURCE]);
         fs::copy(
             ours.host(&[SOURCE]).join("ca-cert.pem"),

@@ -222,7 +222,7 @@ fn i7_a_changed_byte_anywhere_in_a_record_is_refused() {
             if position >= HEADER_BYTES {
                 assert_eq!(error, OpenError::Authentication);
             }
-            // No record after a bad one is opened, even if it is valid.
+            // After a bad record, even a valid record is not opened.
             assert_eq!(open.open(&mut record.clone()), Err(OpenError::Spent));
         }
     }
@@ -356,7 +356,7 @@ fn i7_empty_records_are_bounded() {
     assert_eq!(
         open_handmade(&mixed)[33],
         Ok(Opened::Data(0)),
-        "a byte ends the run"
+        "the byte did not end the run"
     );
 }
 

@@ -19,7 +19,7 @@ use crate::internals::handshake::{
 use crate::internals::policy::ServerSettings;
 use crate::internals::policy::ServerTls;
 
-/// Maximum time for a refused peer to read its alert.
+/// Maximum time for a refused peer to read this side's alert.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// What the connections are for.

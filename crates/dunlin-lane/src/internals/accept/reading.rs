@@ -63,7 +63,7 @@ pub(crate) struct Reading {
 }
 
 impl Reading {
-    /// Reads until one whole record is available; `false` if the socket would block.
+    /// Reads until one complete record is available; `false` if the socket would block.
     pub(crate) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
         match self.fill(|part| stream.read(part)) {
             Ok(()) => Ok(true),
@@ -72,8 +72,8 @@ impl Reading {
         }
     }
 
-    /// Calls `read` until one whole record is available. After an error of `read`, a further call
-    /// continues with the same record.
+    /// Calls `read` until one complete record is available. After an error of `read`, the next call
+    /// of this function continues with the same record.
     pub(crate) fn fill(
         &mut self,
         mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,

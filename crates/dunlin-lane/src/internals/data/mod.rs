@@ -9,8 +9,9 @@
 //!
 //! A frame consists of a header, which the caller defines, and a payload. The header must contain
 //! the payload's length. Three kinds of security share this code: TLS records made by this process,
-//! TLS records made by the kernel, and plain bytes if both sides consented. With kernel TLS, pages
-//! also go straight from guest memory to the kernel and from the kernel to guest memory.
+//! TLS records made by the kernel, and plain bytes if both sides consented or IPsec protects the
+//! lane. With kernel TLS, pages also go straight from guest memory to the kernel and from the
+//! kernel to guest memory.
 
 mod guard;
 mod receiver;

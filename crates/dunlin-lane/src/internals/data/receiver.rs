@@ -254,7 +254,7 @@ impl DataReceiver {
     }
 
     /// Fills `targets` in order with the next bytes of the frame. If the crypto library supports
-    /// it, records are opened straight into them, without a copy.
+    /// it, records are opened straight into the targets, without a copy.
     ///
     /// # Errors
     /// [`ReceiveError`]. Targets may then be partly filled, or contain bytes that the peer never

@@ -79,7 +79,7 @@ pub enum FrameError {
     #[error("frame is full")]
     Full,
     /// The preceding payload does not end at a page boundary.
-    #[error("a page must begin at a multiple of {PAGE_BYTES} bytes in a frame's payload")]
+    #[error("no page can follow a payload that is not a multiple of {PAGE_BYTES} bytes long")]
     Misaligned,
     /// The length is not that of one page.
     #[error("invalid page length {bytes}, expected {PAGE_BYTES}")]
@@ -222,8 +222,8 @@ impl DataSender {
         }
     }
 
-    /// Ends the lane's data. On an encrypted lane it sends close_notify, without which the peer
-    /// treats the end of the connection as a failure.
+    /// Ends the lane's data; on an encrypted lane, with close_notify, without which the peer treats
+    /// the end of the connection as a failure.
     ///
     /// # Errors
     /// [`SendError`].

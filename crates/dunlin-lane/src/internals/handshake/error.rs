@@ -81,7 +81,7 @@ pub enum HandshakeError {
     },
     /// The peer's certificate has the wrong extended key usage.
     #[error(
-        "the peer's certificate is not for its side of the connection (extended key usage): the side that connects needs a certificate for TLS clients, the side that accepts one for TLS servers"
+        "the peer's certificate is not for its side of the connection (extended key usage): the side that connects needs a certificate for TLS clients, and the side that accepts needs one for TLS servers"
     )]
     WrongPurpose,
     /// A signature is invalid.
@@ -160,7 +160,7 @@ impl HandshakeError {
             | Self::NotDunlin
             | Self::Mirror
             | Self::Incompatible(_)
-            // Alert 70 is protocol_version. A Dunlin peer supports TLS 1.3 and does not send it.
+            // Alert 70 is protocol_version. A Dunlin peer supports TLS 1.3 and never sends 70.
             | Self::PeerAlert(Alert(70)) => FaultCode::NotDunlin,
             _ => FaultCode::Unauthorised,
         }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::{FLIGHT_LIMIT_BYTES, HandshakeError, Reading, read_record};
 use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
-/// Reads any handshake records. Each must be read whole or not at all, and memory must stay within
-/// the bound.
+/// Reads any handshake records. Each must be read completely or not at all, and memory must stay
+/// within the bound.
 pub fn fuzz_handshake_records(bytes: &[u8]) {
     let (mut near, far) = crate::fuzz::pair();
     near.write_all(bytes)

@@ -1,5 +1,5 @@
-//! The handshake of a hand-off. It results in the socket and its keys, for the kernel or for the
-//! process that relays the connection.
+//! The handshake of a hand-off. It results in the socket and the connection's keys, for the kernel
+//! or for the process that relays the connection.
 
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};

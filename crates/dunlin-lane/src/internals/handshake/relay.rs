@@ -96,7 +96,7 @@ pub struct Greeting {
     /// The server name in the hello.
     asked_for: Option<String>,
     reading: Reading,
-    /// Whole records that rustls has not processed.
+    /// Complete records that rustls has not processed.
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
 }

@@ -98,7 +98,7 @@ fn drop_tickets(messages: &mut Vec<u8>) -> Result<(), HandshakeError> {
 }
 
 fn unexpected(message: LateMessage) -> HandshakeError {
-    protocol(&format!("it sent {message} instead of data"))
+    protocol(&format!("the peer sent {message} instead of data"))
 }
 
 fn protocol(text: &str) -> HandshakeError {

@@ -91,12 +91,12 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
     assert_eq!(
         found(&content),
         1,
-        "the identity holds exactly one copy of its key"
+        "memory does not hold exactly one copy of the key"
     );
     let tls = identity
         .client(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
     drop((identity, tls));
-    assert_eq!(found(&text), 0, "the text of the file");
-    assert_eq!(found(&content), 0, "the key");
+    assert_eq!(found(&text), 0, "the file's text remains in memory");
+    assert_eq!(found(&content), 0, "the key remains in memory");
 }

@@ -204,7 +204,7 @@ mod tests {
             assert_eq!(software_only(&LISTED.replace(&zero, &one)), None);
             assert_eq!(software_only(&LISTED.replace(&zero, "")), None);
         }
-        assert_eq!(software_only(""), None, "not reported");
+        assert_eq!(software_only(""), None, "an engine without counters");
     }
 
     #[test]

@@ -150,8 +150,8 @@ impl Sealing {
     /// [`Sealing::has_renewed`] after sending it.
     ///
     /// # Errors
-    /// [`RelayError::UsedUp`] in TLS 1.2, which has no key update. [`RelayError::Renewal`] if the
-    /// kernel cannot replace keys.
+    /// If an update is due: [`RelayError::UsedUp`] in TLS 1.2, which has no key update;
+    /// [`RelayError::Renewal`] if the kernel cannot replace keys.
     pub fn renews(&self) -> Result<Option<Control>, RelayError> {
         let keys = &self.keys;
         let is_used_up = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);

@@ -28,7 +28,7 @@ pub struct Session {
 /// The result of [`Session::open`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Opened {
-    /// The number of input bytes consumed: whole records.
+    /// The number of input bytes consumed: complete records.
     pub taken: usize,
     /// Whether the peer has closed its direction. The close is authenticated.
     pub is_over: bool,
@@ -100,7 +100,7 @@ impl Session {
         connection.seal(content, records)
     }
 
-    /// Opens all whole records in `bytes` and appends their content to `content`. Pass the bytes
+    /// Opens all complete records in `bytes` and appends their content to `content`. Pass the bytes
     /// that were not consumed to the next call, followed by the bytes received since.
     ///
     /// # Errors

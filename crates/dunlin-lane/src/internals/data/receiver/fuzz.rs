@@ -14,7 +14,8 @@ use super::{
 use crate::internals::data::Keys;
 use crate::internals::record::fuzz::halves;
 
-/// The most bytes that the target writes before it reads. They fit into a socket's buffer.
+/// Maximum number of bytes that the fuzz target writes before it reads. A socket's buffer holds
+/// this many.
 const ROOM_BYTES: usize = 64 << 10;
 
 /// Reads records of any length, with any mixture of the receiver's calls. The sequence of records

@@ -72,7 +72,7 @@ fn keys_are_renewed_at_the_limit_and_on_request() {
     assert!(!far_seal.is_asking());
     assert!(
         renew(&mut near_seal, &mut far_open),
-        "the near side answers"
+        "the near side did not answer"
     );
     assert!(!renew(&mut far_seal, &mut near_open));
 }

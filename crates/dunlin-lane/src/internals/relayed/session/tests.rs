@@ -97,7 +97,7 @@ fn opened(session: &Session, records: &[u8], part: usize) -> (Vec<u8>, bool) {
             return (content, true);
         }
     }
-    assert!(buffer.is_empty(), "all records were consumed");
+    assert!(buffer.is_empty(), "unconsumed bytes remain");
     (content, false)
 }
 
