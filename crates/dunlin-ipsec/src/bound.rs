@@ -1,6 +1,6 @@
-//! Restricts the addresses from which a peer may connect. A session protects packets to the address
-//! from which the control connection came, and a certificate does not state which addresses belong
-//! to the peer.
+//! Restricts the addresses from which a peer may connect. A certificate does not state a peer's
+//! addresses, so without this check a session would protect packets to any address from which the
+//! control connection comes.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -110,7 +110,7 @@ mod tests {
         assert!(!holds("::/0", "192.0.2.1") && !holds("0.0.0.0/0", "::1"));
         assert!(
             holds("192.0.2.1", "::ffff:192.0.2.1"),
-            "the IPv4-mapped address is the same address"
+            "the block does not contain the IPv4-mapped form of its address"
         );
     }
 

@@ -109,7 +109,7 @@ impl Link {
             })
             .map_err(Failure::Socket)?;
             let Some(received) = room.get_mut(..length) else {
-                return Err(Failure::Answer("too long"));
+                return Err(Failure::Answer("message too long"));
             };
             if answers.read(received, &mut take)? {
                 return Ok(());

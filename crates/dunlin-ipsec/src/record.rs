@@ -89,7 +89,8 @@ impl RecordDirectory {
     /// them. The lock is released when the returned file is dropped.
     ///
     /// # Errors
-    /// Another process holds the lock for longer than `timeout`, or the file cannot be opened.
+    /// Another process holds the lock for longer than `timeout`, or the file cannot be opened or
+    /// locked.
     pub(super) fn lock(&self, timeout: Duration) -> Result<File, IpsecError> {
         let path = self.directory.join("lock");
         let file = OpenOptions::new()
@@ -124,7 +125,8 @@ impl RecordDirectory {
     }
 
     /// Takes over the records of dead processes in this namespace and returns them. Removes records
-    /// of an earlier boot. An unreadable record is an `Err` entry of the result.
+    /// of an earlier boot or with an incomplete header. An unreadable record is an `Err` entry of
+    /// the result.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();

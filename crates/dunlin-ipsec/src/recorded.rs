@@ -103,6 +103,6 @@ mod tests {
     fn without_a_directory_there_are_no_sessions() {
         let nowhere = std::env::temp_dir().join("dunlin-no-such-records");
         assert!(recorded(&nowhere).unwrap().is_empty());
-        assert!(!nowhere.exists(), "`recorded` creates no directory");
+        assert!(!nowhere.exists(), "`recorded` created the directory");
     }
 }

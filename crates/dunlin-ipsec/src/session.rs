@@ -51,9 +51,9 @@ pub struct Status {
 }
 
 impl Session {
-    /// Starts a session on its own threads. It uses the tables of the calling thread's network
-    /// namespace. The returned channel receives one message, when the traffic in both directions is
-    /// protected.
+    /// Starts a session on its own threads. The session uses the tables of the calling thread's
+    /// network namespace. The returned channel receives one message, when the traffic in both
+    /// directions is protected.
     pub(super) fn begin(beginning: Beginning) -> Result<(Self, Receiver<()>), IpsecError> {
         let (commands, received) = mpsc::channel();
         let (tell_up, up) = mpsc::channel();

@@ -51,7 +51,7 @@ pub fn record_engines(connection: &TcpStream) -> io::Result<Option<RecordEngines
     Ok(engines_in(&answer))
 }
 
-/// A query about the one connection between these addresses, given from this host's side.
+/// A query about the one connection between `near`, this host's end, and `far`.
 fn query(near: SocketAddr, far: SocketAddr) -> Vec<u8> {
     let (family, interface) = match near {
         SocketAddr::V4(_) => (libc::AF_INET, 0),
@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(record_engines.receiving, Some(RecordEngine::Card));
         let record_engines = of(4, 1);
         assert_eq!(record_engines.sending, Some(RecordEngine::Card));
-        assert_eq!(record_engines.receiving, None, "it has no key");
+        assert_eq!(record_engines.receiving, None, "engine without TLS");
         assert_eq!(engines_in(&[]), None);
         let other = attributes(&[(ULP_INFO, &attributes(&[(1, b"mptcp\0")]))]);
         assert_eq!(engines_in(&other), None);

@@ -89,7 +89,7 @@ mod tests {
                 Ok(listener) => listener,
                 Err(error) => {
                     println!("{any}: {error}");
-                    assert!(any.starts_with('['), "IPv4 is there");
+                    assert!(any.starts_with('['), "cannot listen on IPv4");
                     continue;
                 }
             };

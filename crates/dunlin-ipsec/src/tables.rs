@@ -1,5 +1,5 @@
 //! Applies the steps of a plan to the kernel's tables: records each object first, reads it back
-//! after installing it, and removes only its own objects.
+//! after installing it, and removes no object of another program.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};
@@ -226,8 +226,9 @@ impl Tables {
     }
 
     /// Checks that the recorded SAs, and the recorded policies for ports, are installed. If another
-    /// program removed a policy, installs a safe policy in its place: it blocks outgoing packets,
-    /// and accepts an incoming packet only if an SA has opened it.
+    /// program removed a policy, installs a safe policy in its place: for outgoing packets, one
+    /// that blocks them; for incoming packets, the removed policy again, which accepts only packets
+    /// that an SA has opened.
     ///
     /// # Errors
     /// [`IpsecError::Removed`] or [`IpsecError::RemovedSa`] if an object is missing or was changed,

@@ -50,7 +50,7 @@ mod tests {
         drop(one);
         assert!(
             UdpSocket::bind(address).is_err(),
-            "the other user still holds it"
+            "the socket was closed before its last user dropped it"
         );
         drop(other);
         UdpSocket::bind(address).unwrap();

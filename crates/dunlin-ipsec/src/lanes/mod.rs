@@ -75,7 +75,7 @@ const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(100);
 /// The interval at which the bytes of lanes are compared with those of SAs.
 const WATCH: Duration = Duration::from_secs(1);
-/// How long to wait for a session that is being set up.
+/// How long an accepted lane waits for a session that is being set up.
 const SETTLING: Duration = Duration::from_secs(2);
 
 /// The IPsec lanes that this process opens and accepts. Clones share one state; when the last

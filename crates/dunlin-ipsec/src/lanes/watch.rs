@@ -1,9 +1,9 @@
 //! Detects lanes that do not use the SAs of their CPUs, by comparing the bytes that lanes sent with
 //! the bytes that SAs carried.
 //!
-//! A connection keeps the SA of its last route lookup, which may have happened on another CPU (a
-//! lost SYN, a timeout, a new address of the host). The counter of the right SA then falls behind
-//! the bytes that the lane sent.
+//! A connection keeps the SA of its last route lookup, which may have happened on another CPU
+//! (after a lost SYN, a timeout or a new address of the host). The counter of the right SA then
+//! falls behind the bytes that the lane sent.
 
 use std::collections::BTreeMap;
 

@@ -54,7 +54,7 @@ impl Request {
 
     fn grow(&mut self, by: usize) -> usize {
         let at = self.bytes.len();
-        assert!(at + by <= ROOM, "a request fits into ROOM");
+        assert!(at + by <= ROOM, "netlink request longer than ROOM");
         self.bytes.resize(at + by, 0);
         at
     }

@@ -33,8 +33,8 @@ impl RecordDirectory {
 }
 
 /// Reads a record, and checks whether a process has locked it. Returns `None` if the record is
-/// gone, belongs to another namespace or an earlier boot, or was replaced at each of [`TRIES`]
-/// attempts.
+/// gone, belongs to another namespace or an earlier boot, has an incomplete header, or was replaced
+/// at each of [`TRIES`] attempts.
 fn look(path: &Path, header: &str) -> Result<Option<(Record, bool)>, IpsecError> {
     for _ in 0..TRIES {
         let Some(file) = unless_gone(File::open(path), path)? else {

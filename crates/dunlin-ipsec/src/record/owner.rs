@@ -8,8 +8,8 @@ use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::object::NotAnObject;
 use dunlin_proto::ipsec::ports::PortRange;
 
-/// The description of a session in its record. `Display` writes the line of a record, and `FromStr`
-/// parses it.
+/// The description of a session in its record. `Display` writes the record's line without the
+/// leading word `about`, and `FromStr` parses that text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// The ID of the process that runs the session on this host.

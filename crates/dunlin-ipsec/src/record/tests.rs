@@ -44,12 +44,12 @@ fn the_record_of_a_dead_process_lists_what_it_left() {
     record.add(&[inbound, outbound]).unwrap();
     record.gone(&inbound).unwrap();
     record.gone(&inbound).unwrap();
-    assert!(left(&directory).is_empty(), "the record's process lives");
+    assert!(left(&directory).is_empty(), "took over a live record");
     drop(record);
     let taken = left(&directory);
     assert_eq!(taken.len(), 1);
     assert_eq!(taken[0].objects(), [policy, outbound]);
-    assert!(left(&directory).is_empty(), "the record is taken over");
+    assert!(left(&directory).is_empty(), "took over a record twice");
     taken.into_iter().for_each(|one| one.forget().unwrap());
     assert!(left(&directory).is_empty());
 }
@@ -92,7 +92,7 @@ fn a_malformed_line_is_reported_and_nothing_removed() {
         .unwrap()
         .into_iter()
         .partition(Result::is_ok);
-    assert_eq!((good.len(), bad.len()), (1, 1), "the other record is read");
+    assert_eq!((good.len(), bad.len()), (1, 1), "the other record is lost");
     let error = bad.into_iter().find_map(Result::err).unwrap();
     assert!(
         matches!(error, IpsecError::Unreadable { line: 2, .. }),
@@ -111,10 +111,10 @@ fn a_record_of_another_boot_is_removed_and_one_of_another_namespace_stays() {
     let (before, _) = text.split_once(" namespace ").unwrap();
     fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
     assert!(left(&directory).is_empty());
-    assert!(path.exists(), "the record belongs to another namespace");
+    assert!(path.exists(), "removed a record of another namespace");
     fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
     assert!(left(&directory).is_empty());
-    assert!(!path.exists(), "the tables of that boot are gone");
+    assert!(!path.exists(), "kept a record of another boot");
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn a_record_does_not_grow_with_removed_objects() {
         }
         assert!(
             left(&directory).is_empty(),
-            "the record is locked while it is rewritten"
+            "the rewritten record is not locked"
         );
         let bytes = fs::metadata(&path).unwrap().len();
         assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
@@ -190,7 +190,7 @@ fn a_record_does_not_grow_with_removed_objects() {
     drop(record);
     let record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
-    assert!(record.has_protected(), "the heir flag survives the rewrite");
+    assert!(record.has_protected(), "the rewrite lost the heir flag");
     let names = fs::read_dir(directory.path()).unwrap();
     let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
     assert!(
@@ -322,7 +322,7 @@ fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
     assert_eq!(
         seen(&directory),
         (vec![policy, inbound], Some(owner()), true),
-        "reading does not take over the record"
+        "the record was misread or taken over"
     );
     record.gone(&inbound).unwrap();
     // An incomplete line is ignored.
@@ -337,7 +337,7 @@ fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
     assert_eq!(
         fs::read(&path).unwrap(),
         before,
-        "the file is not truncated"
+        "reading truncated the file"
     );
     assert_eq!(left(&directory)[0].owner(), Some(&owner()));
 }
@@ -356,7 +356,7 @@ fn a_rewritten_record_keeps_its_owner() {
     let text = fs::read_to_string(record.path()).unwrap();
     assert!(
         text.lines().count() < 2 * DEAD_LINES,
-        "the record was rewritten"
+        "the record was not rewritten"
     );
     assert_eq!(seen(&directory), (vec![policy], Some(owner()), true));
 }

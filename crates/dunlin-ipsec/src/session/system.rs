@@ -103,7 +103,7 @@ mod tests {
         }
         let found = || unguarded(folder, "ipv4", "eth0.5");
         set("lo", "disable_policy", "1\n");
-        assert_eq!(found(), None, "packets do not use that device");
+        assert_eq!(found(), None, "reported a device that packets do not use");
         set("eth0.5", "disable_policy", "1\n");
         assert_eq!(found().unwrap(), "net/ipv4/conf/eth0.5/disable_policy");
         assert_eq!(unguarded(folder, "ipv6", "eth0.5"), None);

@@ -1,5 +1,5 @@
-//! Decodes the kernel's answers. Unused attributes are skipped. The attribute with the key is
-//! compared without a copy of the key.
+//! Decodes the kernel's answers. Unused attributes are skipped. A key in an answer is compared in
+//! place, without a copy.
 
 use std::net::IpAddr;
 
