@@ -102,9 +102,10 @@ pub enum Behind {
     /// No file: a private, anonymous mapping. Untouched pages cost nothing.
     Anonymous,
     /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
-    /// that it creates. The kernel may unmap a page and keep it in the file, so every page must be
-    /// marked as write-protected at registration. That allocates page tables for all of the memory,
-    /// at most about 1/512 of its size.
+    /// that it creates. The kernel may unmap a written page and keep it in the file, so a page
+    /// without an entry in the page table counts as written. Therefore every page must be marked as
+    /// write-protected at registration. That allocates page tables for all of the memory, at most
+    /// about 1/512 of its size.
     File,
 }
 

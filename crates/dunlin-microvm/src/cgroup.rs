@@ -50,9 +50,10 @@ pub(crate) fn swap_bytes() -> io::Result<u64> {
     Ok(kibibytes.unwrap_or(0) << 10)
 }
 
-/// Returns one entry for each visible hierarchy that can limit memory: the mount point, this
-/// process's group, and the name of the file with the limit. The arguments are the contents of
-/// /proc/self/cgroup (cgroups(7)) and /proc/self/mountinfo (proc_pid_mountinfo(5)).
+/// Returns one entry for each visible hierarchy that can limit memory: the mount point, the
+/// directory of this process's group, and the name of the file with the limit. The arguments are
+/// the contents of /proc/self/cgroup (cgroups(7)) and /proc/self/mountinfo
+/// (proc_pid_mountinfo(5)).
 fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static str)> {
     let mut found = Vec::new();
     for mount in mounts.lines() {

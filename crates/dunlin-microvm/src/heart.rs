@@ -47,8 +47,8 @@ impl Moment {
         self.boot_id == other.boot_id && self.boot_id != [0; BOOT_ID_BYTES]
     }
 
-    /// The time since `earlier`. Zero if the clocks show `earlier` as the later moment, or a longer
-    /// time than [`CREDIBLE`].
+    /// The time since `earlier`. Zero if the clocks show `earlier` as the later moment, or if the
+    /// time is longer than [`CREDIBLE`].
     pub(crate) fn since(&self, earlier: &Self) -> Duration {
         let nanoseconds = if self.same_boot(earlier) {
             self.monotonic_ns.saturating_sub(earlier.monotonic_ns)

@@ -20,9 +20,9 @@
 //! `pace` (rate of page visits), `heart` (beats, gaps, downtime), `control` (running and parked
 //! vCPUs), `vcpu` (a vCPU's thread), `process` (a process guest), `common` (shared by both kinds of
 //! guest), `dirty` (KVM's dirty log), `digests` (of memory by page), `state` (saving and loading),
-//! `cpuid`, `wire` (encoding), `cgroup` (memory limits of the process), `support` (what KVM offers
-//! here), and `kvm`, the only module with `unsafe`. With the feature `measuring`, `entries` measures
-//! entries into a guest.
+//! `migrate` (the engine's traits), `cpuid`, `wire` (encoding), `cgroup` (memory limits of the
+//! process), `support` (what KVM offers here), and `kvm`, the only module with `unsafe`. With the
+//! feature `measuring`, `entries` measures entries into a guest.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 

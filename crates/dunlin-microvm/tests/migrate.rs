@@ -133,7 +133,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
         let_it_write();
         source.pause().unwrap();
         let last = copy_pages(&source, &destination, Some(&logs.fetch()));
-        assert!(last >= 100, "the guest was writing");
+        assert!(last >= 100, "only {last} dirty pages");
         assert_eq!(different_pages(&source, &destination), 0);
         assert_eq!(dirty_pages(&logs.fetch()), 0);
         destination.load(&source.save().unwrap()).unwrap();

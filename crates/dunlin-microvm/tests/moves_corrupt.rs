@@ -1,8 +1,8 @@
 //! Migrations that lose or damage a single byte. The guest detects damage in a page that it visits.
 //! If the migration compares the memory of source and destination, damage before the comparison
 //! makes the migration fail before the guest runs. The digests that `dunlin demo` compares after the
-//! resume show damage in any page, except in a page that arrives undamaged and is written after the
-//! resume.
+//! resume show damage in any page, except in a page that is damaged after its arrival and written
+//! after the resume.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -284,7 +284,7 @@ fn i3_a_byte_damaged_in_a_page_that_is_written_after_the_resume_is_not_in_the_di
         assert!(found.is_empty(), "{kind:?}");
         let mut byte = [0];
         vmm_read(there.vm(), 0, &mut byte);
-        assert_eq!(byte, [1], "the damage is there");
+        assert_eq!(byte, [1], "the damaged byte was overwritten");
     }
 }
 

@@ -104,7 +104,7 @@ fn i3_rounds_of_its_log_end_in_the_same_memory() {
     std::thread::sleep(Duration::from_millis(5));
     source.pause().unwrap();
     let last = copy_pages(&source, &destination, Some(&logs.fetch()));
-    assert!(last > 0, "the guest was writing");
+    assert!(last > 0, "no dirty pages");
     assert_eq!(different_pages(&source, &destination), 0);
     destination.load(&source.save().unwrap()).unwrap();
     let passes = source.full_passes();

@@ -248,7 +248,10 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     let at = tsc.len() - 20;
     let deadline = word(tsc, at) + u64::from(source.description().tsc_khz) * TEN_MINUTES;
     let mut msrs = msrs_of(&mut sections);
-    assert!(msrs.insert(MSR_TSC_DEADLINE, deadline).is_some(), "saved");
+    assert!(
+        msrs.insert(MSR_TSC_DEADLINE, deadline).is_some(),
+        "not saved"
+    );
     set_msrs(&mut sections, &msrs);
 
     let mut there = reloaded(&source, &sections);
@@ -260,8 +263,8 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
 
 /// Tests the order of the saved sections, which is also the order in which they are loaded. KVM
 /// computes the time until a deadline from the TSC at the moment when the deadline is set, and the
-/// TSC of a new machine can be hours behind the source's. Some KVMs do not keep a TSC that is set, so
-/// this test does not check the delay itself.
+/// TSC of a new machine can be hours behind the source's. Some KVMs do not keep a TSC that is set,
+/// so this test does not check the delay itself.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     let Some(_turn) = kvm() else { return };
@@ -321,7 +324,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     let left_out: Vec<u32> = listed.iter().filter(left_out).copied().collect();
     let lost: Vec<&u32> = left_out.iter().filter(|index| readable(**index)).collect();
     assert!(lost.is_empty(), "not saved: {lost:x?}");
-    assert!(!msrs.contains_key(&MSR_TSC), "the TSC continues meanwhile");
+    assert!(!msrs.contains_key(&MSR_TSC), "the MSRs include the TSC");
 
     for (name, index, value, is_everywhere) in GUESTS_MSRS {
         match msrs.get_mut(&index) {
@@ -344,7 +347,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     assert_ne!(
         efer,
         word(special, EFER),
-        "the test guest has no system calls"
+        "the test guest has system calls enabled"
     );
     special[EFER..EFER + 8].copy_from_slice(&efer.to_le_bytes());
     let special = special.clone();

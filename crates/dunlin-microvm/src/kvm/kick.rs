@@ -54,7 +54,7 @@ impl Kick {
         // SAFETY: tgkill touches no memory. The target thread clears `target` under this lock
         // before it unblocks the signal, so it is alive and has the signal blocked outside KVM_RUN.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, SIGNAL) };
-        assert_eq!(sent, 0, "the thread is alive, and nothing is queued");
+        assert_eq!(sent, 0, "tgkill(2) failed for a live thread");
     }
 }
 

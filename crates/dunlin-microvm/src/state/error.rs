@@ -15,7 +15,7 @@ pub(super) const TSC: &str = "vcpu.tsc";
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The machine has already run, been loaded or ended.
-    #[error("only a machine that has never run can load a state")]
+    #[error("cannot load a state into this machine")]
     Control(#[from] ControlError),
     /// A required section is missing, so the source is at fault.
     #[error("section `{section}` (instance {instance}) is missing")]
