@@ -46,7 +46,7 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
 }
 
 /// Runs `work` for a client of the name `index`, in a new thread because the receiver may be slow.
-/// `work` stores the connection on which it passes a socket in its second argument. If the client
+/// In its second argument, `work` stores the connection on which it passes a socket. If the client
 /// is over the limit, the third argument is the refusal. If too many refused clients already have a
 /// thread, the client is refused without one. Hand-overs are counted per name, so that the receiver
 /// of one name does not delay other names.

@@ -19,8 +19,8 @@ pub(super) enum Admission {
     HandOver,
     /// The client is over the limit, and gets an alert.
     Alert,
-    /// Too many clients over the limit wait until they have read their alert. The connection is
-    /// closed without an alert.
+    /// The client is over the limit, and so many such clients still have a thread for their alert
+    /// that its connection is closed without an alert.
     Close,
 }
 
