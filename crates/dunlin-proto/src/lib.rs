@@ -3,7 +3,7 @@
 //!
 //! Formats: [`wire`] reads and writes within bounds, [`negotiate`] defines how a connection opens,
 //! and [`control`] and [`frame`] define what a connection carries. [`limits`] has every bound, and
-//! [`fault`] has every reason to refuse or give up.
+//! [`fault`] has the codes of all refusals and failures.
 //!
 //! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, and [`lanes`]
 //! tracks the lanes. [`received`] tracks the chunks that have arrived, and [`marks`] keeps

@@ -1,10 +1,9 @@
 //! Every bound of the protocol, with its reason.
 //!
-//! A number from a peer is compared with one of these before it sizes or
-//! indexes anything (I7). Lengths that count bytes of a buffer are `usize`;
-//! lengths and offsets of guest memory are `u64`, since they exceed the
-//! address space of a 32-bit build. The relations that the codecs rely on are
-//! asserted at compile time at the end of the file.
+//! A number from a peer is compared with one of these bounds before it sizes or indexes anything
+//! (I7). Lengths of buffers are `usize`, or have the type of their field on the wire. Lengths and
+//! offsets of guest memory are `u64`, since they exceed the address space of a 32-bit build. The
+//! relations that the codecs rely on are asserted at compile time at the end of the file.
 
 /// Bytes of a guest page, the unit of dirty tracking and of every range.
 ///
@@ -87,11 +86,11 @@ pub const CHUNK_PAGES: u64 = 64;
 /// pages are 32 MiB. Zero pages have no payload, so a lane that finds zero pages adds the
 /// next pending pages to the chunk.
 ///
-/// Formula: large enough that one header covers 32 MiB of zero pages, also if each 2 MiB of it
-/// contains one other page. Small enough that the lane, which sends nothing while it reads, needs
+/// Formula: large enough that one header covers 32 MiB of zero pages, even if each 2 MiB contains
+/// one page that is not zero. Small enough that the lane, which sends nothing while it reads, needs
 /// only a few milliseconds to read the pages. Drawback: the loss of a lane returns up to 32 MiB to
-/// the schedule for each of its unacknowledged chunks. Alternative: no added pages, so that each 256 KiB of zeros costs a header and an
-/// acknowledgement ([`CHUNK_PAGES`]).
+/// the schedule for each of its unacknowledged chunks. Alternative: no added pages, so that each
+/// 256 KiB of zeros costs a header and an acknowledgement ([`CHUNK_PAGES`]).
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
 /// The source forms no chunk while at least this many page ranges are in flight, that is, assigned

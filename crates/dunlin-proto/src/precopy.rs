@@ -22,8 +22,8 @@
 /// The first throttle: by how many percent the guest is slowed. QEMU's `cpu-throttle-initial` has
 /// the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// The increase of the throttle, in percentage points, after each further iteration that does not
-/// shrink the remainder by a quarter.
+/// The increase of the throttle, in percentage points, each time that rule 5 throttles a guest
+/// that is already throttled.
 pub const THROTTLE_STEP: u8 = 10;
 /// The maximum throttle, in percent. At 100 percent the guest would not run, as if it were
 /// paused.

@@ -1,8 +1,8 @@
 //! Forms chunks of pending pages and assigns them to lanes.
 //!
 //! Nothing is queued in advance. A chunk is formed when a lane asks for work, so a slow lane delays
-//! only one chunk. Of a chunk that is not acknowledged, only the ranges are kept, because its bytes
-//! can be read again from guest memory.
+//! only one chunk. Until a chunk is acknowledged, its ranges are kept, but not its bytes, which can
+//! be read again from guest memory.
 //!
 //! Order of calls: Call [`Schedule::new`], and [`Schedule::open_lane`] for each lane. Then call
 //! [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`] alternately, while the lanes' threads
@@ -316,9 +316,9 @@ impl Schedule {
     }
 
     /// Adds up to `room` pending pages to the chunk in `plan`, which is the
-    /// lane's last chunk and is not sent yet. A lane uses this when the chunk
-    /// has zero pages, which need no payload. The new ranges are appended.
-    /// Returns whether any were added.
+    /// lane's last chunk and is not sent yet. A lane calls this if it finds that
+    /// pages of the chunk are zero and need no payload. The new ranges are
+    /// appended. Returns whether any were added.
     ///
     /// No pages are added while the pending pages belong to another iteration (I4), while
     /// [`MAX_IN_FLIGHT_RANGES`] is reached, or after the lane was lost. In the last case, all pages

@@ -8,8 +8,9 @@
 //!              ▲            │                    │
 //!              └──── end ───┴────────────────────┘
 //! ```
-//! After a session has ended, its slot is *idle* until [`Sessions::wait`]. The caller can close an
-//! idle slot instead, so an offer takes it only if no other slot is free.
+//! After a session has ended, its slot is *idle* until the caller calls [`Sessions::wait`] or
+//! [`Sessions::close`]. Because the caller may close the slot, an offer takes an idle slot only if
+//! no other slot is free.
 //!
 //! A session has at most one slot, and a VM has at most one session: a second session of the same
 //! VM is refused.

@@ -121,7 +121,8 @@ impl Shares {
         self.forget();
     }
 
-    /// Forgets each session that has no request and is not ahead of the others.
+    /// Forgets each session without a waiting request that is not ahead: [`Shares::request`] would
+    /// set its start tag to `virtual_now`.
     fn forget(&mut self) {
         let now = self.virtual_now;
         self.sessions

@@ -31,7 +31,8 @@
 //! immediately, ahead of the bytes that wait. A side that has aborted or refused a channel keeps a
 //! record of it until the other side confirms with *gone*. A channel that has ended in both
 //! directions is forgotten without confirmation, and a later message about it is answered with
-//! *gone*. Therefore *gone* for a channel that is still live here means that it ended cleanly.
+//! *gone*. Therefore a side that receives *gone* for a live channel treats the channel as ended
+//! cleanly.
 
 mod fault;
 pub mod frame;

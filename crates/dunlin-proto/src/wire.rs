@@ -215,7 +215,7 @@ impl<'a> Reader<'a> {
             let tag = self.u16(WHAT)?;
             let flags = self.u16(WHAT)?;
             if previous.is_some_and(|previous| tag <= previous) {
-                return Err(inconsistent(WHAT, "tags must ascend strictly", offset));
+                return Err(inconsistent(WHAT, "tags do not ascend strictly", offset));
             }
             previous = Some(tag);
             if flags & !FIELD_REQUIRED != 0 {

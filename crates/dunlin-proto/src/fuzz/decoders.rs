@@ -259,7 +259,7 @@ pub fn fuzz_data_frame(bytes: &[u8]) {
     if chunk.decode_ranges(rest, &REGIONS, &mut ranges).is_err() {
         return;
     }
-    assert_eq!(ranges.capacity(), room, "a lane's thread never allocates");
+    assert_eq!(ranges.capacity(), room, "decoding ranges allocates");
     let mut payload = 0;
     for range in &ranges {
         let region = REGIONS.get(range.region).expect("the region is known");

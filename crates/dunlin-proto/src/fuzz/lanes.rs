@@ -138,7 +138,7 @@ pub fn fuzz_sending(bytes: &[u8]) {
             );
             match action {
                 Action::Open(number) => {
-                    assert_eq!(number, opened + 1, "lane numbers are never used twice");
+                    assert_eq!(number, opened + 1, "the lane number is not the next one");
                     opened = number;
                     threads.insert(number);
                 }
@@ -210,13 +210,13 @@ pub fn fuzz_receiving(bytes: &[u8]) {
             5 => {
                 let (sets, _) = receiving.take_reports();
                 let named = numbers(&sets);
-                assert_eq!(named, unreported, "what was written is reported once");
+                assert_eq!(named, unreported, "wrong chunks are reported");
                 unreported.clear();
                 assert!(!receiving.has_reports());
             }
             6 if choices.byte() < 64 => {
                 let (sets, reached) = receiving.repeat();
-                assert_eq!(numbers(&sets), written, "all of it is reported again");
+                assert_eq!(numbers(&sets), written, "wrong chunks are reported again");
                 for Reached { lane, position } in reached {
                     assert!(
                         position == Position::End
@@ -241,7 +241,7 @@ pub fn fuzz_receiving(bytes: &[u8]) {
                     assert!(complete || (agrees && open.is_empty()));
                     complete = true;
                 } else {
-                    assert!(!complete, "completeness is final");
+                    assert!(!complete, "the memory is no longer complete");
                 }
             }
             8 | 9 => {

@@ -9,7 +9,7 @@ use crate::limits::{CHUNK_PAGES, MAX_RANGES_PER_CHUNK};
 use crate::received::{ChunkError, Received};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
-/// Identifiers and pages of the regions.
+/// The identifier and the number of pages of each region.
 const REGIONS: [(u16, u64); 2] = [(3, 200), (9, 70)];
 /// The lanes have the numbers from 1 to `LANES`.
 const LANES: u64 = 4;
@@ -249,7 +249,7 @@ impl Model {
     fn acknowledge(&mut self, schedule: &mut Schedule, first: u64, count: u64) {
         let acknowledged = schedule.acknowledge(first, count);
         if first + count > self.cut {
-            assert!(acknowledged.is_err(), "chunks that were never cut");
+            assert!(acknowledged.is_err(), "chunks never cut are acknowledged");
             return;
         }
         let mut pages = 0;

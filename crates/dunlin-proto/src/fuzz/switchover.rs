@@ -129,7 +129,7 @@ impl SourceHistory {
         for action in actions {
             assert!(
                 self.recording.is_none(),
-                "something is done while it records"
+                "another action before the record is written"
             );
             match *action {
                 SourceAction::Record(record) => self.recording = Some(record),
@@ -315,7 +315,7 @@ impl DestinationHistory {
         };
         assert_eq!(self.recorded, record, "{verdict:?} is reported");
         let held = verdict == Verdict::Aborted && self.taken;
-        assert!(!held, "it still holds what the source takes back");
+        assert!(!held, "it still holds disks or devices");
         let runs = |reported: &Verdict| matches!(reported, Verdict::Running | Verdict::RanThenDied);
         let aborted = |reported: &Verdict| *reported == Verdict::Aborted;
         self.reported.push(verdict);

@@ -222,7 +222,10 @@ impl Exchange {
                 let granted = Message::Granted { epoch, spis };
                 self.actions.push_back(Action::Send(granted));
             }
-            None => self.end(FaultCode::Internal, "unrequested SAs were installed"),
+            None => self.end(
+                FaultCode::Internal,
+                "installed SPIs do not match the request, or one is reserved",
+            ),
         }
     }
 

@@ -114,9 +114,9 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Whether this policy and a policy of another session protect some of the same ports. Packets
-    /// from ports of one session to ports of the other session are ignored: they match policies of
-    /// both sessions, and each of these policies seals or blocks them.
+    /// Whether this policy and a policy of another session protect some of the same ports. The
+    /// check ignores packets from ports of one session to ports of the other session: they match
+    /// policies of both sessions, and each of these policies seals or blocks them.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;

@@ -449,9 +449,9 @@ impl<L: Load> Lifecycle<L> {
         too_long
     }
 
-    /// Whether another lane is wanted and within the limit. A lane that is near its
-    /// key's limit, leaving or fencing does not count as a wanted lane, but it counts
-    /// against [`MAX_LANES`] until it is removed.
+    /// Whether another lane is wanted and within the limit. A lane that is near its key's limit,
+    /// leaving, ended or fencing does not count as a wanted lane, but it counts against
+    /// [`MAX_LANES`] until it is removed.
     fn lacks_one(&self) -> bool {
         let is_fresh =
             |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.near_limit);

@@ -101,7 +101,7 @@ pub struct Receiving {
     /// The number of chunks that each open lane has carried.
     lanes: BTreeMap<u16, u64>,
     used: BTreeSet<u16>,
-    /// Open lanes that the source has asked to fence.
+    /// Lanes that were open when the source asked to fence them, until [`Receiving::gone`].
     asked: BTreeSet<u16>,
     fenced: BTreeSet<u16>,
     received: Received,

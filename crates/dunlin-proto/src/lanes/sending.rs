@@ -80,8 +80,8 @@ impl Load for Progress {
 ///
 /// Getters: [`Sending::schedule`], [`Sending::up`], [`Sending::opening`],
 /// [`Sending::fenced_count`], [`Sending::lost_count`], [`Sending::complete`], [`Sending::due_ns`].
-/// Commands: through [`Sending::schedule_mut`], [`Sending::finish`], [`Sending::want`]. The lanes'
-/// threads call [`Sending::next`] and [`Sending::paced`]. Events: [`Sending::lane_up`],
+/// Commands: [`Sending::finish`], [`Sending::want`], and those of [`Sending::schedule_mut`]. The
+/// lanes' threads call [`Sending::next`] and [`Sending::paced`]. Events: [`Sending::lane_up`],
 /// [`Sending::refused`], [`Sending::thread_ended`], [`Sending::acknowledge`], [`Sending::fenced`],
 /// [`Sending::unheard`], [`Sending::control_resumed`]. After each event, and at
 /// [`Sending::due_ns`], call [`Sending::poll`] until it returns `None`. The caller supplies the

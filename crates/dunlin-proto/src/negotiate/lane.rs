@@ -91,7 +91,7 @@ impl LaneOpen {
             if LaneDirection::is_named_in(self.version) {
                 DIRECTION.encode("lane direction", &self.direction, writer)?;
             } else if self.direction != LaneDirection::FromDialer {
-                return Err(invalid("lane direction", "in version 1 the dialer sends"));
+                return Err(invalid("lane direction", "invalid in version 1"));
             }
             writer.bytes(&self.mac);
             Ok(())

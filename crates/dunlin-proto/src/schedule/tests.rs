@@ -221,7 +221,7 @@ fn a_chunk_is_extended_by_the_pending_pages_behind_it() {
     assert_eq!(ranges, [run(0, CHUNK_PAGES), run(2 * CHUNK_PAGES, 8)]);
     assert_eq!(plan.pages, CHUNK_PAGES + 8);
     assert!(schedule.extend(&mut plan, u64::MAX));
-    assert!(!schedule.extend(&mut plan, u64::MAX), "nothing waits");
+    assert!(!schedule.extend(&mut plan, u64::MAX), "no page was pending");
     assert_eq!(schedule.in_flight_pages(), 3 * CHUNK_PAGES);
     assert_eq!(schedule.kept(), (2, 3 * CHUNK_PAGES));
     assert_eq!(schedule.acknowledge(0, 1), Ok(2 * CHUNK_PAGES));
@@ -316,12 +316,12 @@ fn i4_no_page_of_the_next_iteration_is_added_to_a_chunk() {
     schedule.mark_dirty(0, &[0, 1]);
     assert!(
         !schedule.extend(&mut plan, CHUNK_PAGES),
-        "the page waits for the next iteration"
+        "a page that waits for the next iteration was added"
     );
     schedule.begin_iteration();
     assert!(
         !schedule.extend(&mut plan, CHUNK_PAGES),
-        "the page belongs to the next iteration"
+        "a page of the next iteration was added"
     );
     assert_eq!(drain(&mut schedule, 1).0, 1);
 }

@@ -238,7 +238,7 @@ impl<T> Inbound<T> {
         self.rest.is_some()
     }
 
-    /// Whether bytes wait for the socket or for a turn.
+    /// Whether bytes have arrived that are not delivered.
     pub(super) fn waits(&self) -> bool {
         self.delivered < self.taken || !self.kept.is_empty()
     }

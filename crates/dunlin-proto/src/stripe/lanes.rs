@@ -119,7 +119,7 @@ impl<T: Clone> SendingLanes<T> {
     }
 
     /// Assigns to this lane a piece that was read from a socket. If the lane was lost, returns
-    /// false, and the next lane carries the piece.
+    /// false and keeps the piece for [`SendingLanes::carry_again`].
     pub(super) fn carry(&mut self, number: u16, data: Data, token: T, now_ns: u64) -> bool {
         self.held_bytes += u64::from(data.length());
         let order = self.next_order;

@@ -150,7 +150,8 @@ pub enum Message {
     Credit(Vec<Credit>),
     /// See [`LaneAck`]; at most [`crate::limits::MAX_LANES`].
     Ack(Vec<LaneAck>),
-    /// A lane was closed before anything was read from it.
+    /// The sender closed a lane before it read a frame from it, or could not open a lane that the
+    /// receiver had requested.
     LaneRefused {
         /// The lane's number.
         lane: u16,

@@ -251,7 +251,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether either side drains and no state of any channel is left.
+    /// Whether either side drains, *drain* is not due, and no state of any channel is left.
     #[must_use]
     pub fn drained(&self) -> bool {
         let left = !self.channels.is_empty() || !self.ended.is_empty();
@@ -590,8 +590,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Raises the number of bytes granted to a channel to its window, if the window is much larger
-    /// than this number.
+    /// Grants the rest of a channel's window, if the rest is at least a quarter of the window. A
+    /// credit is due after a grant, and when [`UNREPORTED_CHUNKS`] delivered pieces are unreported.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {
@@ -668,7 +668,7 @@ impl<T: Clone> Trunk<T> {
         self.config.one_opener && self.side == Side::Connecting
     }
 
-    /// Called if no lane has come for bytes that wait.
+    /// Aborts all channels, because bytes have waited too long for a lane.
     fn without_lanes(&mut self, now_ns: u64) {
         self.abort_all(FaultCode::LaneLost, now_ns);
         if self.asks() {

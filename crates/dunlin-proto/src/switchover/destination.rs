@@ -91,8 +91,8 @@ pub enum DestinationEvent {
     ControlLost,
 }
 
-/// What the destination does after an event. [`Destination::on`] returns the actions in the order of
-/// their execution.
+/// What the destination does after an event. [`Destination::on`] returns the actions in the order
+/// of their execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
     /// Writes and syncs this record. Ends with [`DestinationEvent::Recorded`]
@@ -151,8 +151,8 @@ impl Destination {
     }
 
     /// Continues from the journal after the destination's process, and its VM with it, have ended.
-    /// The destination then does nothing but answer inquiries. `None` means that the session has no
-    /// record.
+    /// The destination then records *aborted* for an undecided attempt, and answers inquiries.
+    /// `None` means that the session has no record.
     ///
     /// The caller holds the record's lock, which proves that the process has ended.
     #[must_use]

@@ -494,7 +494,7 @@ proptest! {
         let zero = bytes[2] == 1;
         header[4..8].copy_from_slice(&(if zero { 0 } else { payload }).to_le_bytes());
         let Ok(Frame::Chunk(header)) = Frame::decode(&header) else {
-            return Err(TestCaseError::fail("the header is good"));
+            return Err(TestCaseError::fail("a valid header was rejected"));
         };
         let mut ranges = Vec::with_capacity(MAX_RANGES_PER_CHUNK);
         let result = header.decode_ranges(&bytes.repeat(times), &table, &mut ranges);

@@ -167,7 +167,7 @@ fn i7_what_a_message_may_not_say_is_refused() {
         ("terms", body + 3, 5, "more SAs than there may be"),
         ("terms", body + 7, 1, "ports that go backwards"),
         ("terms", body + 11, 255, "UDP ports beyond the last"),
-        ("terms", body + 16, 1, "something behind an IPv4 address"),
+        ("terms", body + 16, 1, "a byte after an IPv4 address"),
         ("want", body, 0, "epoch 0"),
         ("want", body + 6, 1, "an index twice"),
         ("want", body + 10, 4, "an unknown kind of SA"),

@@ -193,7 +193,7 @@ fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
                 changed[position] = value;
                 if name.starts_with("frame/") {
                     if let Some(frame) = decode_frame(&changed) {
-                        assert_eq!(frame.to_bytes(), *changed, "frames have one encoding");
+                        assert_eq!(frame.to_bytes(), *changed, "the frame has two encodings");
                     }
                 } else if let Some((epoch, message)) = decode_message(&changed) {
                     let mut encoded = Vec::new();

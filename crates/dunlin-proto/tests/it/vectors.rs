@@ -465,7 +465,7 @@ fn reencodes(name: &str, bytes: &[u8]) {
                 Some(frame) => frame.encode(&mut encoded),
                 None => return,
             }
-            assert_eq!(encoded, bytes, "frames have one encoding");
+            assert_eq!(encoded, bytes, "the frame has two encodings");
         }
         _ => {
             let Some((envelope, message)) = decode_message(bytes) else {

@@ -369,7 +369,7 @@ fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
                 (side.exchange.outbound().0, side.exchange.inbound().0),
                 (2, 2)
             );
-            assert_eq!(side.kernel.associations.len(), 5, "the old SAs are removed");
+            assert_eq!(side.kernel.associations.len(), 5, "wrong number of SAs");
         }
     }
 }
@@ -439,7 +439,7 @@ proptest! {
         for side in &pair.sides {
             prop_assert!(side.up && side.over.is_none(), "{:?}", side.over);
         }
-        prop_assert!(senders_of(&pair.sides[0]).len() <= 4, "the responder accepts four");
+        prop_assert!(senders_of(&pair.sides[0]).len() <= 4, "more SAs than the responder accepts");
     }
 }
 

@@ -131,7 +131,7 @@ pub(in crate::ipsec) mod tests {
             }
             removed(&adoption.when_quiet).for_each(|step| kernel.apply(&step));
             let begun: Vec<Policy> = kernel.policies.into_values().collect();
-            prop_assert_eq!(begun.len(), after.begin().len(), "only the heir's policies are left");
+            prop_assert_eq!(begun.len(), after.begin().len(), "policies other than the heir's are left");
         }
     }
 

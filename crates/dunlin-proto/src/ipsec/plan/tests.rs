@@ -326,7 +326,7 @@ fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
             .all(|step| matches!(step, Step::Replace(_)))
     );
     let Step::Add(Object::Association(first)) = steps[0] else {
-        panic!("an SA comes first");
+        panic!("the first step adds no SA");
     };
     assert_eq!(first.slot.sender, Sender::Fallback);
 }

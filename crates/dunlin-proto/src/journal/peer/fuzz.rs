@@ -24,13 +24,13 @@ fn peer_block(block: &[u8; PEER_BLOCK_BYTES]) {
     match RecordedPeer::decode(block, session) {
         RecordedPeer::Known(principal) => {
             let again = principal.encode(session);
-            assert_eq!(again.as_ref(), Ok(block), "one encoding of {principal:?}");
+            assert_eq!(again.as_ref(), Ok(block), "encoding of {principal:?}");
             session[0] ^= 1;
             let foreign = RecordedPeer::decode(block, session);
             assert_eq!(foreign, RecordedPeer::Unknown, "of another session");
         }
         RecordedPeer::Unknown => {}
-        RecordedPeer::BeforeBlocks => panic!("there is a block"),
+        RecordedPeer::BeforeBlocks => panic!("decode reported a missing block"),
     }
 }
 

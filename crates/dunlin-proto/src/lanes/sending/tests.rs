@@ -355,7 +355,7 @@ fn a_lane_with_an_unconfirmed_end_is_lost() {
     assert_eq!(next(&mut sending, 1, 0), Work::End { chunks: 1 });
     assert!(!sending.complete());
     sending.thread_ended(1, true, 1);
-    assert!(sending.complete(), "final can go out");
+    assert!(sending.complete(), "final cannot be sent");
     assert_eq!(actions(&mut sending, 100), [Action::Fence(1)]);
     assert!(!sending.complete());
     assert_eq!(sending.fenced(1, &[], 101), Ok(CHUNK_PAGES));
@@ -394,7 +394,7 @@ fn without_any_lane_the_work_is_given_up() {
     loop {
         let todo = actions(&mut sending, now_ns);
         if todo.contains(&Action::GiveUp) {
-            assert_eq!(sending.due_ns(), None, "nothing more is due");
+            assert_eq!(sending.due_ns(), None, "due after GiveUp");
             break;
         }
         for action in todo {

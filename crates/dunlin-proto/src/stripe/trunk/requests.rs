@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!   accepting side, which sends              connecting side, which opens
-//!     │ lane wanted (number) ────────────────▶ │ OpenLaneFor: dials, presents the number
-//!     │ ◀═══════════════════ lane open ═══════ │
+//!     │ lane wanted (number) ─────────────────▶ │ OpenLaneFor: dials, presents the number
+//!     │ ◀════════════════════ lane open ═══════ │
 //!     │ is_awaited, lane_established            │ opened_for
 //!     │ frames ═══════════════════════════════▶ │
-//!     │ ◀── lane refused: the reason, if it cannot be opened: not_opened
+//!     │ ◀── lane refused, with the reason ───── │ or not_opened, if the lane cannot be opened
 //! ```
 //!
 //! The accepting side numbers these lanes, times them out and replaces them, as it does with lanes

@@ -7,7 +7,8 @@ use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 
-/// After this time a new *ping* measures the round trip, if credits are sent.
+/// The age of the last *ping* from which the next credits cause a new one. Pings measure the round
+/// trip.
 const PING_NS: u64 = 1_000_000_000;
 
 impl<T: Clone> Trunk<T> {

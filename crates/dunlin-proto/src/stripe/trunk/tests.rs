@@ -297,7 +297,7 @@ fn an_abort_overtakes_waiting_bytes_and_drops_them() {
     for side in &pair.sides {
         assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
     }
-    // The record is dropped once the other side has confirmed.
+    // The other side has confirmed, so the record is dropped.
     assert!(pair.sides[0].ended.is_empty());
     assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
 }
@@ -584,7 +584,7 @@ fn a_lane_with_a_used_up_key_is_replaced_before_it_ends() {
     let work = pair.sides[0].next(1, KeyUsage::NearLimit, 0);
     assert!(
         matches!(work, Work::Read { .. }),
-        "the lane still sends: {work:?}"
+        "the lane has stopped sending: {work:?}"
     );
     pair.sides[0].read(1, channel, Outcome::Nothing, 0);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
@@ -787,7 +787,7 @@ fn an_ended_lane_is_lost_when_the_control_lane_is_resumed() {
     let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
     assert_eq!(work, again);
     let work = pair.sides[0].next(2, KeyUsage::Fresh, pair.now_ns);
-    assert_eq!(work, Work::Wait, "only what the ended lane carried");
+    assert_eq!(work, Work::Wait, "more than the ended lane carried");
 }
 
 #[test]
@@ -834,7 +834,7 @@ fn without_a_lane_for_too_long_channels_are_aborted_on_both_sides() {
     assert!(pair.did(1).contains(&abort(channel, fault, true)));
     assert!(
         pair.sides[0].open(opening(1)).is_ok(),
-        "the next channel may succeed"
+        "no channel can be opened after the abort"
     );
 }
 

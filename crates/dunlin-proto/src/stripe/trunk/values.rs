@@ -83,7 +83,7 @@ pub enum OpenError {
     #[error("the tunnel is shutting down and opens no more channels")]
     Draining,
     /// The trunk has ended, or all channel numbers are used.
-    #[error("the trunk to the peer has ended")]
+    #[error("the trunk to the peer has ended or has used all channel numbers")]
     Over,
     /// The route's name or the parameter is longer than a message allows.
     #[error("route name or parameter is longer than 255 bytes")]

@@ -110,7 +110,7 @@ fn i7_the_side_that_opens_all_lanes_takes_none_and_the_other_side_opens_none() {
     let (mut pair, _) = connected(one_opener());
     assert!(!pair.sides[0].is_awaited(1));
     assert_eq!(pair.sides[0].admit(7), Err(FaultCode::Malformed));
-    assert!(!pair.sides[0].has_message(0), "a refusal would lose lane 7");
+    assert!(!pair.sides[0].has_message(0), "a refusal of 7 is due");
     let wanted = |side: &mut Trunk<u64>| side.handle(Message::LaneWanted { lane: 9 }, 0);
     let refused = Err(PeerFault::LaneNotOurs { lane: 9 });
     assert_eq!(wanted(&mut pair.sides[1]), refused);
