@@ -71,8 +71,8 @@ pub enum Event {
         /// The reason why the lane was lost or could not be opened.
         why: String,
     },
-    /// For a fifth of [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk has not answered,
-    /// or the peer of a relay has taken none of the bytes that wait for it.
+    /// For a fifth of [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk has not
+    /// answered, or the peer of a relay has taken none of the bytes that wait for it.
     PeerSilent {
         /// The peer's name.
         peer: String,
@@ -136,7 +136,8 @@ pub struct ChannelId {
 }
 
 impl Event {
-    /// Reports a silent peer. `what` names what is silent and what follows, and `more` a further reason.
+    /// Reports a silent peer. `what` names what is silent and what follows. `more` is a possible
+    /// reason, in addition to the one that `host_answers` implies.
     pub(super) fn peer_silent(peer: String, host_answers: bool, what: &str, more: &str) -> Self {
         let why = match host_answers {
             true => "its host answers, so its process is stopped or gets no processor time",

@@ -8,7 +8,7 @@
 //!    Selected  ── accept: secret, lanes, port ▶ Answered
 //!       │ agree                                   │ agree
 //!       ▼                                         ▼
-//!    Agreed    ◀──────── accept: secret, lanes ─ Agreed, once lanes are taken
+//!    Agreed    ◀──────── accept: secret, lanes ─ Agreed, ready to admit lanes
 //! ```
 //!
 //! A later control lane of a trunk has the same session and a higher epoch. Its handshake ends

@@ -30,7 +30,8 @@ impl Identities {
     }
 
     /// Whether a tunnel with these routes accepts peers. If not, the tunnel still accepts the lanes
-    /// of a peer to which it has connected, if the peer has wire version 1 or uses lanes over IPsec.
+    /// of a peer to which it has connected, if the peer has wire version 1 or uses lanes over
+    /// IPsec.
     #[must_use]
     pub fn accepts(routes: &Routes) -> bool {
         !routes.exits.is_empty() || !routes.relays.is_empty()

@@ -108,7 +108,7 @@ const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Why a listener is at present not reachable at its path; `None` while it listens.
 pub(super) type Lost = Arc<Mutex<Option<Failure>>>;
 
-/// A listening socket, in non-blocking mode once a tunnel uses it.
+/// A listening socket. A tunnel that uses it sets it to non-blocking mode.
 #[derive(Debug)]
 enum Listener {
     Unix(UnixListener),

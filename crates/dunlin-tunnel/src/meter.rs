@@ -76,8 +76,8 @@ impl Count {
         &self.meter.pacer
     }
 
-    /// Reports how the connection ends. A worse ending replaces a better one. Of two failures the
-    /// first is kept, because the second is a consequence of it.
+    /// Reports how the connection ends. A worse ending replaces a better one. Of two failures with
+    /// a reason the first is kept, because the second is a consequence of it.
     pub(super) fn ends(&self, ending: Ending) {
         let mut reported = lock(&self.ending);
         match (&*reported, &ending) {

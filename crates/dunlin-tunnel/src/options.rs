@@ -420,8 +420,8 @@ pub struct Limits {
     /// accepts fewer, this side uses fewer.
     pub lanes: u16,
     /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
-    /// is for detecting the loss, half for resuming. If all connections to the peer are lost and its
-    /// host refuses new ones, a tenth is for resuming.
+    /// is for detecting the loss, half for resuming. If all connections to the peer are lost and
+    /// its host refuses new ones, a tenth of the time is for resuming.
     pub vanished: Duration,
     /// Timeout for connecting to a target.
     pub connect: Duration,
@@ -473,8 +473,8 @@ impl Limits {
         self.vanished / 2
     }
 
-    /// How long the peer's host may refuse connections before its tunnel counts as ended. It is longer
-    /// than the restart of a packet filter takes.
+    /// How long the peer's host may refuse connections before the peer's tunnel counts as ended.
+    /// By default this is longer than the restart of a packet filter takes.
     pub(super) fn refused(&self) -> Duration {
         self.vanished / 10
     }

@@ -53,7 +53,7 @@ pub enum BadParameter {
          underscores, starting with a letter)"
     )]
     Name,
-    /// The value is invalid: it could be more than one file name or one argument.
+    /// The value is invalid: it might not be exactly one file name and one argument.
     #[error(
         "invalid parameter value (1–{MAX_VALUE_BYTES} letters, digits, dots, underscores and \
          hyphens, not starting with a hyphen, not \".\" or \"..\")"

@@ -1,7 +1,7 @@
 //! Buffers for the bytes of channels between two sockets.
 //!
 //! A piece is read into a buffer from the pool, sealed from that buffer, and kept in it until it is
-//! acknowledged. The other side opens the piece into a buffer and writes it from that buffer. Once
+//! acknowledged. The other side opens the piece into a buffer and writes it from that buffer. When
 //! the pool has enough buffers, a piece costs no allocation. A buffer is at most twice as long as
 //! its content, or has the smallest size. That size is so small that the maximum number of chunks
 //! of a channel still fits into the smallest window. The windows therefore limit the memory use
@@ -20,8 +20,8 @@ pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
-/// The maximum size of the unused buffers that the pool keeps, in bytes. It is as much as a few
-/// lanes have in flight. Further buffers come from the allocator and return to it.
+/// The maximum size of the unused buffers that the pool keeps, in bytes: about the bytes that a few
+/// lanes have in flight. Other unused buffers return to the allocator.
 const KEPT_BYTES: usize = 16 << 20;
 
 const _: () = assert!(SMALLEST_BYTES << (SIZES - 1) == PIECE_BYTES);

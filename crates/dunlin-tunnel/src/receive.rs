@@ -219,8 +219,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let now_ns = hub.now_ns();
         if let Err(error) = result {
             if hub.fail(&mut core, channel, &error, now_ns) {
-                // The consumer has closed its connection. The core discards and counts the
-                // unwritten bytes and all later pieces.
+                // The consumer has closed its connection. The core counts the unwritten bytes and
+                // all later pieces as unread, and discards them when it aborts the channel.
                 let rest = piece.behind(written);
                 core.trunk.wrote(channel, written as u32, rest, now_ns);
             }
@@ -231,8 +231,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let is_stuck = rest.is_some();
         let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        // Rearm while the lock is held. Otherwise the thread with the next turn could rearm first,
-        // and this older request would replace the newer one.
+        // Rearm the watch of the socket while the lock is held. Otherwise the thread with the next
+        // turn could rearm it first, and this older request would replace the newer one.
         let wait_for = match next {
             Some(next) => {
                 piece = next.token;

@@ -38,7 +38,7 @@ use super::route::Listen;
 use super::socket::Stream;
 use super::threads::Worker;
 
-/// The time before a peer that does not answer is dialled again, at first and at most.
+/// The first and the longest pause before a peer that does not answer is dialled again.
 const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 
 /// How often a gate checks whether the control lane of its trunk is up.

@@ -175,8 +175,9 @@ impl Socket {
         }
     }
 
-    /// Wakes a blocked reader after [`Socket::abort`], which wakes the reader of a unix socket
-    /// itself. Shuts down only the read direction, because the hypervisor must not see a clean end.
+    /// Wakes the blocked reader of a TCP socket after [`Socket::abort`]. Shuts down only the read
+    /// direction, because the hypervisor must not see a clean end. Does nothing for a unix socket:
+    /// `abort` has woken its reader.
     pub(super) fn stop_reading(&self) {
         if matches!(self.stream, Stream::Tcp(_)) {
             // Fails only if the connection is closed.

@@ -27,8 +27,8 @@ use dunlin_linux::tcp::silence;
 const BATCH_BYTES: usize = 32 * 1024;
 /// While no message arrives, the reader sends a ping after each fifth of the permitted silence.
 const ASK_PART: u32 = 5;
-/// How long the dialling side keeps a trunk without channels. It is longer than the lanes are kept,
-/// so that the next migration can use the same trunk.
+/// How long the dialling side keeps a trunk without channels. It keeps the trunk longer than the
+/// lanes (`warm_ns` of the core), so that the next migration can use the same trunk.
 const IDLE: Duration = Duration::from_secs(60);
 /// Delay between attempts to redial a control lane.
 const REDIAL: Duration = Duration::from_millis(200);
@@ -254,8 +254,8 @@ fn read_one(
     Ok(message?)
 }
 
-/// Reports that the peer has not answered the first ping. Changes nothing: a process that gets no
-/// processor time looks like one that is stopped.
+/// Reports that the peer has not answered the first ping. Does not end the trunk yet: the peer's
+/// process may only lack processor time, which from here looks as if it were stopped.
 fn report_silence(hub: &Hub, control: &ControlStream) {
     // The peer's kernel acknowledges the ping even if the peer's process does not run.
     let host_answers = silence(control.socket()).is_ok_and(|found| found.unacknowledged == 0);

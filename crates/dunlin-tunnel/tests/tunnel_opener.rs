@@ -493,14 +493,15 @@ impl Acceptor {
     }
 }
 
-/// The accepting side sends the opening side's own lane back to it, or opens lanes itself.
+/// The accepting side opens lanes: first with the first bytes of a lane of the opening side, then
+/// with its own.
 ///
 /// Claim A13 of docs/security.
 #[test]
 fn i7_the_opening_side_takes_no_lanes_from_its_peer() {
     let peer = Acceptor::start();
     let trunk = peer.trunk(2);
-    assert_eq!(trunk.port, 0, "no port accepts lanes");
+    assert_eq!(trunk.port, 0, "the trunk names a port for lanes");
     let (_lane, own) = peer.lane();
     assert_eq!((own.version, own.direction), (2, FromDialer));
     // The proof was made with the peer's secret. The near tunnel requires one made with its own.

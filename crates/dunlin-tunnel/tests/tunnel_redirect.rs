@@ -120,7 +120,7 @@ fn wait_until_listening(port: u16, expected: bool) {
     let until = Instant::now() + TIMEOUT;
     let listens = || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok();
     while listens() != expected {
-        assert!(Instant::now() < until, "port {port}: not {expected}");
+        assert!(Instant::now() < until, "port {port} open: not {expected}");
         thread::sleep(Duration::from_millis(20));
     }
 }
@@ -161,14 +161,14 @@ fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
     let there = TcpListener::bind(address).unwrap();
     let far = Tunnel::builder(there, own, &exits).start().unwrap();
     wait_until_listening(port, true);
-    // The check has connected directly, without a redirect.
+    // `wait_until_listening` has connected directly, without a redirect, so no route matches.
     let rejected = events.wait("rejection", |one| matches!(one, Event::Rejected { .. }));
     assert_eq!(rejected.fault(), Some(FaultCode::UnknownRoute));
     assert!(near.refused_redirects().unwrap() >= 1);
 
     drop(far);
     wait_until_listening(port, false);
-    // A reload without redirected routes ends the gate.
+    // A reload without redirected routes removes the listener for redirected connections.
     let none = identities(authority.identity(&[NEAR]));
     near.replace(none, &Routes::default()).unwrap();
     assert_eq!(near.refused_redirects(), None);
@@ -281,7 +281,7 @@ fn i7_a_relays_client_reaches_no_port_outside_the_range() {
     assert_eq!(outside.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
-/// A test of the path asks for no port, so it opens no connection to a hypervisor.
+/// A probe names no target port, so the far side opens no connection to a hypervisor.
 #[test]
 fn a_probe_tests_the_port_of_a_relay() {
     let authority = Authority::new();

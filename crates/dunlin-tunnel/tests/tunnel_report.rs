@@ -111,8 +111,7 @@ fn a_peer_without_reports_refuses_the_route() {
     assert_eq!(near.probe(&to(&far), 1).unwrap().bytes, 1);
 }
 
-/// The far side admits NEAR, because the far side itself connects to NEAR, but lets NEAR use no
-/// target.
+/// The far side has a route to NEAR and therefore admits NEAR as a peer, but allows NEAR no target.
 ///
 /// Claim P25 of docs/security.
 #[test]

@@ -155,8 +155,8 @@ impl Channel {
         self.abort(self.lost("peer vanished: sent data is not acknowledged"));
     }
 
-    /// The number of bytes that the peer has acknowledged and sent, and whether further bytes wait for
-    /// it.
+    /// The sum of the bytes that the peer has acknowledged and the bytes that it has sent, and
+    /// whether unacknowledged bytes wait for the peer.
     pub(super) fn progress(&self) -> (u64, bool) {
         // A socket that returns an error has failed, and no bytes wait for its peer.
         let carried = traffic(&self.tls).unwrap_or_default();
@@ -165,8 +165,8 @@ impl Channel {
         (bytes, waiting > 0)
     }
 
-    /// Reports that the peer takes no bytes on any of its connections. Changes nothing: a program that
-    /// does not read looks like a process that is stopped.
+    /// Reports that the peer takes no bytes on any of its connections. Changes nothing: a program
+    /// that does not read looks like a process that is stopped.
     pub(super) fn report_silence(&self, host_answers: bool) {
         let (at, limit) = (self.at, self.site.limits.vanished);
         let (follows, more) = match host_answers {

@@ -36,7 +36,7 @@ struct Progress {
     bytes: u64,
     /// Whether bytes wait for the peer.
     waits: bool,
-    /// Whether an acknowledgement is overdue on a channel.
+    /// Whether an acknowledgement is overdue on any of the channels.
     is_overdue: bool,
     /// The number of consecutive checks that found bytes waiting and no progress.
     unchanged: u32,
@@ -150,9 +150,9 @@ impl Watch {
     }
 }
 
-/// Reports each peer that has become silent: bytes wait for it, and it has neither acknowledged nor sent
-/// any, on all of its channels. A relay sends no messages of its own, so a peer with an idle channel, or
-/// with room in its socket's buffer, is not silent.
+/// Reports each peer that has become silent: bytes wait for it, and it has acknowledged and sent
+/// nothing on any of its channels. A relay sends no messages of its own, so it cannot detect silence
+/// while the channels are idle, or while the peer's socket has room in its buffer.
 fn report_silent(
     channels: &[Arc<Channel>],
     step: Duration,
