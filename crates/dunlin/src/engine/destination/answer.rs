@@ -51,7 +51,8 @@ pub(super) struct Held {
     /// The only peer that may ask.
     peer: RecordedPeer,
     outcome: Outcome,
-    /// `None` after the source has released the VM, because then nothing is left to answer.
+    /// `None` after the source has released the VM, because then nothing is left to answer, and
+    /// after [`Answering::stop`].
     accepting: Option<Arc<Accepting>>,
 }
 

@@ -16,8 +16,8 @@ use super::phase::{Phase, failed, next_event, take};
 use super::received::DestinationEvent;
 use super::settled::Settled;
 
-/// How long after *running* the source may take to destroy its copy, while its control
-/// lane is up.
+/// How long the source may take to destroy its copy after *running*. The wait ends earlier if the
+/// control lane is lost.
 const RELEASE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Everything has arrived and the state is loaded: this side sends *ready*, and waits

@@ -31,7 +31,7 @@ pub enum DestinationEvent {
         /// The connection or lane, and why it was rejected.
         reason: String,
     },
-    /// A data lane is lost; the source sends its unconfirmed pages again.
+    /// A data lane is lost; the source sends the lane's unconfirmed pages again.
     LaneLost {
         /// The lane's number.
         lane: u16,

@@ -126,7 +126,7 @@ pub(super) fn acknowledgements() {
     drop(events);
     let mut acknowledged = 0;
     while acknowledged < 2 * CHUNKS {
-        notified.recv().expect("every report causes a notification");
+        notified.recv().expect("a report caused no notification");
         let (sets, _) = barrier.lanes(Receiving::take_reports);
         acknowledged += sets.iter().map(|set| u64::from(set.count)).sum::<u64>();
     }

@@ -27,7 +27,7 @@ pub(super) fn cancellation() {
         drop(interrupting);
         let (events, cancelled) = channel();
         let _listening = cancel.listen(move || events.send(()).unwrap());
-        cancelled.recv().expect("the listener lives");
+        cancelled.recv().expect("the listener was dropped");
     }
     assert!(cancel.is_cancelled());
     operator.join().unwrap();
@@ -68,9 +68,9 @@ pub(super) fn backlog_closes() {
             }
         })
     };
-    read.recv().expect("the reader lives");
+    read.recv().expect("the reader has ended");
     backlog.took();
-    read.recv().expect("the reader lives");
+    read.recv().expect("the reader has ended");
     backlog.close();
     reader.join().unwrap();
     assert!(read.iter().count() <= QUEUED_MESSAGES + 1);

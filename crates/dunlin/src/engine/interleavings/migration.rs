@@ -157,8 +157,8 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     if let Some(trouble) = trouble {
         trouble.join().unwrap();
     }
-    // A cancellation may arrive after the whole memory, so the destination may return memory
-    // although `moved` is false.
+    // A cancellation may arrive after the complete memory has arrived, so the destination may
+    // return memory although `moved` is false.
     assert!(memory.is_some() || !moved);
     if let Some(memory) = memory {
         assert_eq!(memory, source.guest.lock().unwrap().versions);
@@ -291,7 +291,7 @@ impl Source {
             }
             AtSource::Received(message) => panic!("unexpected {message:?}"),
             AtSource::LaneEnded(lane, in_order) => {
-                let thread = self.threads.remove(lane).expect("a lane ends once");
+                let thread = self.threads.remove(lane).expect("a lane ended twice");
                 thread.join().unwrap();
                 self.work_queue
                     .change(|state| state.lanes.thread_ended(*lane, *in_order, 0));
@@ -426,7 +426,7 @@ fn receive(
             }
             AtDestination::Acks => acknowledge(),
             AtDestination::LaneEnded(lane) => {
-                let thread = threads.remove(&lane).expect("a lane ends once");
+                let thread = threads.remove(&lane).expect("a lane ended twice");
                 thread.join().unwrap();
                 if barrier.lanes(|lanes| lanes.gone(lane)) {
                     fenced(lane);

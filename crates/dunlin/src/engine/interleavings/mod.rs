@@ -165,7 +165,7 @@ fn found(mistake: Mistake) -> Option<&'static str> {
 fn i4_no_order_of_threads_loses_a_wake_up_or_passes_a_mark() {
     let _none = plant(None);
     let replay = std::env::var("DUNLIN_SEED").ok();
-    let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is a number"));
+    let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is not a number"));
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let seed = replay.unwrap_or(since_epoch.as_nanos() as u64);
     let mut failed = Vec::new();

@@ -576,14 +576,14 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
     assert!(!is_with(1, &peer("host-c.example")));
     let mut pinned = ours.clone();
     pinned.authority = None;
-    assert!(!is_with(1, &pinned), "no authority vouches for its names");
+    assert!(!is_with(1, &pinned), "matches without an authority");
     let nameless = PeerIdentity::test(AuthorisedBy::Authority, 1, &[]);
     assert!(
         !is_with(2, &nameless),
-        "two peers without names cannot be distinguished"
+        "matches although neither has a name"
     );
     let cut = peer(&long[4..]);
-    assert!(!is_with(3, &cut), "the text may have been truncated");
+    assert!(!is_with(3, &cut), "matches a text that may be truncated");
     // An old record of a source does not name its peer, so every trusted peer matches.
     assert!(is_with(4, &ours));
     // A file that ends inside the peer block does not come from an old release.
