@@ -276,7 +276,7 @@ impl Api {
 
     /// Lists the item or module `path`, which the module `at` re-exports, under the path `shown`.
     fn reexport(&mut self, at: &[String], path: &[String], bound: Option<&str>, shown: &str) {
-        let bound = bound.expect("no public glob");
+        let bound = bound.expect("a public import is a glob");
         let alias = if path.last().map(String::as_str) == Some(bound) {
             String::new()
         } else {

@@ -1,6 +1,6 @@
-//! Migrations through a proxy that reads the bytes of the lanes, delays the handshake of one lane,
-//! or disconnects a lane or the control lane. Also the errors for invalid and unreachable
-//! addresses.
+//! Tests migrations through a proxy that reads the bytes of the lanes, stalls the handshake of one
+//! lane, or disconnects a lane or the control lane. Also tests the errors for invalid and
+//! unreachable addresses.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -17,8 +17,8 @@ use vm_memory::{Bytes, GuestAddress};
 
 const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
 
-/// Moves a VM that has [`CANARY`] in 64 pages and `uuid` as its UUID. Returns the bytes of all its
-/// connections.
+/// Moves a VM that has [`CANARY`] in 64 pages and `uuid` as its UUID. Returns the bytes of all
+/// connections of this migration.
 fn recorded(security: LaneSecurity, uuid: [u8; 16]) -> Vec<u8> {
     let (client, server) = tls();
     let options = destination::Options::builder()
@@ -103,14 +103,17 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
             .count()
             < 3
         {
-            assert!(began.elapsed() < Duration::from_secs(1), "the others wait");
+            assert!(
+                began.elapsed() < Duration::from_secs(1),
+                "the other lanes are not up"
+            );
             thread::sleep(Duration::from_millis(2));
         }
         let report = sending.join().unwrap().0.unwrap();
         assert_eq!(report.digests_equal, Some(true));
-        // The lane that was not established carried nothing. At the time limit the other lanes
-        // begin without it. It counts as lost only if the source handles its failure before the
-        // session ends.
+        // The lane that was not established carried nothing: at `connect_limit` the source begins
+        // with the other lanes. The stalled lane counts as lost only if the source handles its
+        // failure before the session ends.
         assert_eq!(report.lanes.len(), 3, "{report:?}");
         assert!(report.lanes_lost <= 1, "{report:?}");
     });
@@ -160,8 +163,8 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         let options = destination::Options::default();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
-        // The proxy forwards only the handshake, the opening and a part of the first chunk. The
-        // lane cannot complete its pass, and the other lanes wait for it.
+        // Of the first data lane, the proxy forwards only the handshake, the opening and a part of
+        // the first chunk. This lane cannot complete its pass, and the other lanes wait for it.
         proxy.hold(1, 60_000);
         let vm = TestVm::new(16 << 20);
         vm.fill(4 << 20);

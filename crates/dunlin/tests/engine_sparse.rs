@@ -83,7 +83,7 @@ fn i8_the_digest_of_a_sparse_guest_populates_nothing() {
             before / MIB,
             after / MIB
         );
-        assert!(before >= written, "the measurement sees what was written");
+        assert!(before >= written, "the measurement misses written pages");
         // If the digest read the holes, all of a memfd would become resident, and the page tables
         // of 10 GiB would take 20 MiB.
         assert!(

@@ -212,7 +212,8 @@ fn i7_lies_instead_of_accept_are_refused() {
 /// Claim P18 of docs/security.
 #[test]
 fn i7_endpoints_that_lead_elsewhere_are_refused() {
-    // Another host with a certificate from the same authority and with the right name.
+    // Another host, which has the right name, but a certificate from an authority that the source
+    // does not trust.
     let stranger = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let elsewhere = stranger.local_addr().unwrap().to_string();
     let closed = TcpListener::bind(("127.0.0.1", 0)).unwrap();

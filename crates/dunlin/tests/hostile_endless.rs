@@ -41,8 +41,8 @@ fn repeat(peer: &mut Peer, message: &Message) -> Option<Message> {
     None
 }
 
-/// The destination reports that the lane is up, but never answers its handshake. The lane therefore
-/// does not end, and the source keeps receiving messages.
+/// The destination reports that the lane is up, but never answers the lane's handshake. The lane
+/// therefore does not end, and the source keeps receiving messages.
 ///
 /// Claim P20 of docs/security.
 #[test]

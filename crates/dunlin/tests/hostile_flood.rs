@@ -1,6 +1,6 @@
-//! Tests floods of connections: a thousand connections that are silent or send garbage, connections
-//! without end, and an authenticated host that connects repeatedly. `--nocapture` prints the
-//! figures.
+//! Tests floods of connections: a thousand connections that are silent or send garbage, clients
+//! that connect without end, and an authenticated host that connects repeatedly. `--nocapture`
+//! prints the figures.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -175,7 +175,7 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
         let Ok(accepted) = accepted else {
             receiving.cancel.cancel();
             panic!(
-                "rejected among {} other clients",
+                "the authorised peer was rejected among {} other clients",
                 came.load(Ordering::SeqCst)
             );
         };
@@ -292,7 +292,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
         // The destination may reject the connection before all bytes are written.
         let _ = TcpStream::connect(to).unwrap().write_all(garbage);
     }
-    // A client that never stops sending is handled once, like any other.
+    // A client that never stops sending is rejected once, like any other client.
     let flood = thread::spawn(move || {
         let mut stream = TcpStream::connect(to).unwrap();
         while stream.write_all(&[0; 65536]).is_ok() {}

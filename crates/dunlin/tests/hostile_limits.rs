@@ -1,6 +1,7 @@
-//! Tests a shortage of descriptors and of memory, on either side. A separate process runs one role
-//! under a limit that rises step by step, so that sessions fail at different steps. After each
-//! session the VM is on exactly one side, and each side that survives reports the reason.
+//! Tests a shortage of descriptors on either side, and of memory at the destination. A separate
+//! process runs one role under a limit that rises from session to session, so that sessions fail at
+//! different steps. After each session the VM is on exactly one side, and each side that survives
+//! reports the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -36,7 +37,7 @@ fn server(directory: &Path) -> ServerTls {
     load(directory).server(&crypto(), names(&[SOURCE])).unwrap()
 }
 
-/// Refuses VMs that this process cannot map.
+/// Refuses a VM if this process cannot map its memory.
 struct Careful(TestBuilder);
 
 impl Builder for Careful {
@@ -282,8 +283,8 @@ fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
 fn i2_a_source_without_descriptors_keeps_its_vm() {
     let tally = sources(files(3..=32));
     println!("source, descriptors: {tally:?}");
-    // At slightly higher limits, the source opens only some of its lanes and the migration
-    // succeeds.
+    // At limits slightly above those that fail, the source opens only some of its lanes and the
+    // migration succeeds.
     let too_few = tally.failed_in_words + tally.never_began;
     assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
 }

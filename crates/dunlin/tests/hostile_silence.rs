@@ -1,6 +1,6 @@
 //! Tests peers that stop, or continue without progress. The session ends at its time limit, but not
 //! before an honest, slow peer could have answered. Many of these tests take about ten seconds.
-//! They run in parallel, apart from the other hostile peers.
+//! They run in parallel. The tests of other hostile peers run one at a time, in other programs.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;

@@ -166,7 +166,7 @@ impl Site {
         far(&self.destination, names(&[SOURCE]))
     }
 
-    /// A host with the certificate `own` that trusts this site's authority.
+    /// A host that has the certificate `own` and trusts this site's authority.
     fn with(&self, own: &Issued, appended: &str) -> Host {
         Host::new(own, appended, &self.ca.pem, "")
     }

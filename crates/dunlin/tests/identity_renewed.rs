@@ -48,7 +48,7 @@ fn meets(before: &Identity, after: &Identity, source: &Identity) -> FaultCode {
             peer.stream.shutdown();
             let mut again = Peer::destination(&listener, &after, None);
             (again.envelope.epoch, again.envelope.sequence) = (2, peer.envelope.sequence);
-            // The source has accepted this host as the destination, so this host may give the
+            // If the source has accepted this host as the destination, this host may give the
             // reason for ending the session.
             let fault = FaultCode::NoMemory;
             let text = "as a test".into();

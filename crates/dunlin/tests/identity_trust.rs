@@ -347,8 +347,8 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
         assert!(expiring.contains(&expected), "{expiring:?}");
     }
 
-    // The time of the warning is limited by the certificate's lifetime. Otherwise a certificate
-    // that is valid for a day would always cause a warning.
+    // The warning begins when a third of the certificate's lifetime is left, at the earliest.
+    // Otherwise a certificate that is valid for a day would always cause a warning.
     let short = LoadOptions {
         warn_before: 1_000_000 * DAY,
         ..LoadOptions::default()
@@ -394,14 +394,18 @@ fn new_certificates_serve_new_handshakes_and_leave_a_session_its_own() {
     assert_eq!(seen(receiving.address), first);
     let (next, second) = renewed();
     server.replace(&next);
-    // The same receiver continues to wait.
+    // The waiting receiver uses the new certificate.
     assert_eq!(seen(receiving.address), second);
 
     let (mut session, accept) = ByHand::accepted(receiving.address, &source);
     assert_eq!(session.stream.peer().fingerprint, second);
     let (next, third) = renewed();
     server.replace(&next);
-    assert_eq!(seen(receiving.address), second, "a session is under way");
+    assert_eq!(
+        seen(receiving.address),
+        second,
+        "the certificate changed during a session"
+    );
     let open = lane_open(SESSION, &accept.secret, 1);
     let lane = open_lane(receiving.address, Some(&source), &open);
     assert_eq!(session.receive(), Some(Message::LaneUp { lane: 1 }));

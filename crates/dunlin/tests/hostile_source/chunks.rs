@@ -209,7 +209,7 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     described.regions = RegionTable::new(vec![region]).unwrap();
     peer.send(&Message::Describe(described));
     let Some(Message::Accept(accept)) = peer.receive() else {
-        panic!("it was not accepted")
+        panic!("the VM was not accepted")
     };
     let open = lane_open(SESSION, &accept.secret, 1);
     let mut lane = open_lane(receiving.address, Some(&client), &open);

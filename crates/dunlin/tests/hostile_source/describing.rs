@@ -1,4 +1,5 @@
-//! Tests messages out of turn before *describe*, a repeated *describe*, and false contents of it.
+//! Tests messages out of turn before *describe*, a repeated *describe*, and a *describe* with false
+//! contents.
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin_proto::control::{Message, Region, RegionKind, RegionTable};
