@@ -406,7 +406,7 @@ fn moves(scene: &mut Scene, json: &str, pages: &[&[u8]]) {
     for (place, canary) in &places {
         let mut arrived = vec![0; canary.len()];
         memory.read_exact_at(&mut arrived, start + place).unwrap();
-        assert_eq!(&arrived, *canary, "the canary has moved");
+        assert_eq!(&arrived, *canary, "the canary did not arrive");
     }
 
     assert_eq!(

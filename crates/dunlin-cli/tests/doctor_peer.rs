@@ -63,8 +63,8 @@ fn a_confined_tunnel_reports_its_host() {
     assert!(milliseconds.abs() < 10_000, "{value}");
     let buffers = of("net.buffers").1;
     assert!(buffers.starts_with(&of("peer.buffers").1), "{buffers}");
-    assert_ne!(of("net.buffers").0, "unknown", "the path was measured");
-    // The kernel reports 65535 at most, the longest packet of IPv4.
+    assert_ne!(of("net.buffers").0, "unknown", "the path was not measured");
+    // The kernel reports a path MTU of at most 65535, the longest IPv4 packet.
     let mtu = fs::read_to_string("/sys/class/net/lo/mtu").unwrap();
     let mtu = mtu.trim().parse::<u32>().unwrap().min(65535);
     assert_eq!(of("peer.mtu").1, mtu.to_string());

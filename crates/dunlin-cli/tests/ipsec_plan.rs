@@ -41,7 +41,7 @@ fn p14_each_side_has_a_fallback_and_an_sa_for_each_of_its_cpus_that_carries_a_la
     assert_eq!(cpus(&lines, "out"), [None, Some(1), Some(4), Some(5)]);
     assert_eq!(cpus(&lines, "in"), [None, Some(0), Some(1)]);
     let spis: HashSet<u64> = lines.iter().filter_map(|one| one["spi"].as_u64()).collect();
-    assert_eq!(spis.len(), 7, "each SA has its own SPI");
+    assert_eq!(spis.len(), 7, "two SAs have the same SPI");
     assert!(spis.iter().all(|spi| *spi >= 256));
     for line in &lines {
         let fields: Vec<&str> = line

@@ -1,6 +1,6 @@
 //! `dunlin libvirt enable` and `disable` on two hosts without systemd: what they write, what they
-//! test, what they refuse, and that nothing is left. Also the output of `migrate`, with a program in
-//! place of virsh. The libvirt rig tests migrations.
+//! test, what they refuse, and that `disable` or a failed `enable` leaves nothing. Also the output
+//! of `migrate`, with a program in place of virsh. The libvirt rig tests migrations.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/etc.rs"]
@@ -296,7 +296,7 @@ fn enable_undoes_all_if_the_units_cannot_be_started() {
         "{called}"
     );
 
-    // If a further peer cannot be added on a host that is enabled, the earlier rules are restored.
+    // If adding a peer on an enabled host fails, the earlier rules are restored.
     fs::remove_dir_all(scene.path("a", "run/systemd")).unwrap();
     scene.enable("a", "").expect(0);
     fs::create_dir_all(scene.path("a", "run/systemd/system")).unwrap();

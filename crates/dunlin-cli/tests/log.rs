@@ -179,7 +179,8 @@ fn the_last_line_of_a_json_log_waits_for_its_reader() {
     let mut run = words("tunnel run --log json --config missing.toml");
     let mut child = run.stderr(full).spawn().unwrap();
     drop(run);
-    // Read only after this delay. The process waits that long only for its last line.
+    // Read only after this delay. The process waits this long for the reader of its last line, but
+    // not for the reader of other lines.
     thread::sleep(Duration::from_millis(500));
     let mut log = String::new();
     reader.read_to_string(&mut log).unwrap();

@@ -26,8 +26,8 @@ struct Resident {
     guest: u64,
 }
 
-/// Reads smaps. A mapping counts as guest memory if it is one of Dunlin's memfds, or is as large as
-/// the guest.
+/// Reads smaps. A mapping counts as guest memory if it is one of Dunlin's memfds, or is at least as
+/// large as the guest's smallest mapping.
 fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
     // A guest of more than 3 GiB has two mappings. In these tests the smaller one has 3 GiB.
     let least = guest_bytes.min(3 << 30);

@@ -246,7 +246,7 @@ fn a_predicted_downtime_stays_within_its_limit() {
         let downtime = Downtime::of(&done.last(), f64::from(limit_ms));
         assert!(
             downtime.was_promised(),
-            "nothing else ends it: {downtime:?}"
+            "paused above the downtime limit: {downtime:?}"
         );
         if !downtime.is_kept() {
             broken.push(downtime);

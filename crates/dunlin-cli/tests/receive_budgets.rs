@@ -23,7 +23,7 @@ const WIRE_MEGABITS: u32 = 840;
 const BUFFERS: &str = "4096 131072 524288";
 /// After a change, how long the rates may take to settle: the bytes in the buffers have to arrive.
 const SETTLE: Duration = Duration::from_millis(700);
-/// The part by which a rate may differ from its limit.
+/// The fraction of its limit by which a rate may differ from the limit.
 const SHARE: f64 = 0.05;
 /// The number of VMs.
 const COUNT: usize = 3;

@@ -1,4 +1,4 @@
-//! The memory of a process that receives and owns many small VMs, beside that of the VMs.
+//! The memory that a process needs, besides that of the VMs, to receive and own many small VMs.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -23,9 +23,9 @@ struct Cost {
     descriptors: usize,
 }
 
-/// What a process with this number of guests needs. At the peak of all memory, the guests' memory was
-/// not larger than now. The result is therefore between the memory beside the guests now and the peak
-/// of that memory.
+/// What a process with this number of guests needs: its peak memory, less the guests' memory now.
+/// The guests' memory has never been larger than now. The result is therefore at least the other
+/// memory of the process now, and at most the peak of that other memory.
 fn cost(pid: u32, guests: usize) -> Cost {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let mut guest = 0;
@@ -86,7 +86,7 @@ fn receive(count: usize) -> Cost {
     cost(to.pid(), count)
 }
 
-/// The larger number of VMs, which is smaller in `make test`.
+/// The larger of the two numbers of VMs that the test compares. It is lower outside the soak.
 fn many() -> usize {
     match std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         true => 100,

@@ -85,7 +85,8 @@ fn i1_i3_three_vms_arrive_in_one_process_and_leave_it_one_by_one() {
     let to = hosts.receive("b", "to", "--sessions 3 --peer a.test");
     let sources = [1, 2, 3].map(|number| Source::start(&hosts, number));
     let confined = filters(to.pid());
-    // The third VM comes later, so that this process still waits for it.
+    // The third VM migrates later, so that the destination still waits for it while the first two
+    // arrive.
     let mut named = BTreeSet::new();
     let mut received = BTreeSet::new();
     for group in [&sources[..2], &sources[2..]] {

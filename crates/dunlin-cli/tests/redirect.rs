@@ -103,7 +103,7 @@ fn i6_routed_connections_and_those_from_the_wire_are_rejected() {
 fn connections_from_a_port_in_the_range_pass() {
     let Some(net) = Net::new() else { return };
     let mut kept = Vec::new();
-    // Open connections before and after the first `apply`. The kernel tracks those from before it only
+    // Open connections before and after the first `apply`. The kernel tracks the earlier ones only
     // from their next packet on, which can be a packet to a port in the range.
     for port in [49160, 49170] {
         for family in FAMILIES {

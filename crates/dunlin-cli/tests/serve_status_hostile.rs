@@ -138,7 +138,7 @@ fn i8_a_flood_takes_no_more_than_the_limit_of_cpu_time() {
         (took, used, served)
     });
     println!("{used:?} of {:?}; {served} answers", allowed(took));
-    assert!(cpu(pid) > started + kept, "the clients did not use it up");
+    assert!(cpu(pid) > started + kept, "saved CPU time remains");
     // Allow twice the limit, because the kernel counts CPU time in steps of 10 ms, and the process can
     // serve eight clients at a time.
     assert!(used < allowed(took) * 2, "{used:?} in {took:?}");

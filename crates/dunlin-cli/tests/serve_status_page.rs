@@ -49,7 +49,7 @@ fn browsed(scratch: &Path, address: &str, flags: &[&str]) -> (String, String) {
         .args(flags)
         .arg(address)
         .current_dir(scratch);
-    let done = browser.output().expect("the package chromium");
+    let done = browser.output().expect("cannot run chromium");
     assert!(done.status.success(), "{done:?}");
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (text(done.stdout), text(done.stderr))
@@ -206,7 +206,7 @@ fn colours_have_contrast_in_light_and_dark() {
     let scratch = Scratch::new();
     let html = Page::start(scratch.path()).get("/");
     let themes: Vec<_> = html.split(":root {").skip(1).collect();
-    assert_eq!(themes.len(), 2, "light and dark");
+    assert_eq!(themes.len(), 2, "not one theme for light and one for dark");
     for theme in themes {
         let colour = |name: &str| {
             let (_, rest) = theme.split_once(&format!("--{name}: ")).unwrap();

@@ -28,8 +28,8 @@ const SIDES: [Side; 2] = [Side::A, Side::B];
 /// Slow enough that a test can act while the migration runs.
 const SLOW: &str = "--bandwidth 4";
 
-/// On either host, a tunnel is killed, or an operator stops it (SIGTERM, and the end of its drain). On
-/// the target, a tunnel no longer runs (SIGSTOP).
+/// On either host, the tunnel is killed, or an operator ends it (SIGTERM, and the end of its
+/// drain). In one case, the tunnel on the target is stopped (SIGSTOP).
 #[test]
 fn a_tunnel_that_ends_during_a_migration_leaves_the_machine_running() {
     if !soak() {

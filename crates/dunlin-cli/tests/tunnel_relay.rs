@@ -153,11 +153,15 @@ where
         assert_eq!(
             (&far).read_once(&mut [0]).unwrap(),
             0,
-            "the end is passed on"
+            "the near end was not passed on"
         );
         end_far(&far);
     });
-    assert_eq!((&near).read_once(&mut [0]).unwrap(), 0, "and the other one");
+    assert_eq!(
+        (&near).read_once(&mut [0]).unwrap(),
+        0,
+        "the far end was not passed on"
+    );
 }
 
 fn end(stream: &UnixStream) {

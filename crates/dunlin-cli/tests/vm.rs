@@ -424,7 +424,7 @@ fn poke(pid: u32, memory_bytes: u64) {
     let memory = fs::OpenOptions::new()
         .write(true)
         .open(format!("/proc/{pid}/mem"));
-    let address = start.expect("the process has guest memory") + DEVICE_START;
+    let address = start.expect("the process has no guest memory") + DEVICE_START;
     memory.unwrap().write_all_at(&[7], address).unwrap();
 }
 

@@ -97,7 +97,8 @@ fn source_in_pre_copy() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    // With one lane, no connection is in its handshake, which the destination would reject too.
+    // Use one lane: a second lane could still be in its handshake, and the destination would reject
+    // it too.
     let client = under_way(&hosts, &source, &destination, "--rate 1M --lanes 1");
     source.signal("STOP");
     let began = Instant::now();

@@ -81,8 +81,8 @@ impl Scene {
     /// The next delivered socket.
     pub fn take(&self) -> Handed {
         let (line, socket) = self.taken();
-        let line = line.strip_suffix(b"\n").expect("a complete line");
-        let socket = TcpStream::from(socket.expect("a socket comes with the line"));
+        let line = line.strip_suffix(b"\n").expect("the line is incomplete");
+        let socket = TcpStream::from(socket.expect("no socket came with the line"));
         socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         Handed {
             line: serde_json::from_slice(line).unwrap(),

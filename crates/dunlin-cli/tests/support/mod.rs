@@ -274,7 +274,7 @@ impl Process {
     pub fn ended(mut self) -> (i32, Value) {
         let code = self.child.wait();
         let last = self.lines.iter().map(|line| parse(&line)).last();
-        (code, last.expect("the process prints a last line"))
+        (code, last.expect("the process printed no line"))
     }
 
     /// Waits for the process to end; returns its exit code.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Where `ip netns` keeps names.
 const NAMES: &str = "/run/netns";
-/// Prefix of a namespace's name, before the process and number.
+/// Prefix of a namespace's name, before the ID of the test's process and a number.
 const PREFIX: &str = "dunlin-test-";
 
 /// Two namespaces, `a` and `b`, connected only to each other. They are removed on drop. The next

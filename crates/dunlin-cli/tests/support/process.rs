@@ -54,7 +54,7 @@ impl Log {
             match self.0.recv_timeout(left) {
                 Ok(line) => lines.push(line),
                 Err(RecvTimeoutError::Disconnected) => return lines,
-                Err(RecvTimeoutError::Timeout) => panic!("it does not end: {lines:#?}"),
+                Err(RecvTimeoutError::Timeout) => panic!("the process does not end: {lines:#?}"),
             }
         }
     }

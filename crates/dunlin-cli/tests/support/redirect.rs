@@ -249,7 +249,7 @@ fn open_socket(address: SocketAddr) -> io::Result<OwnedFd> {
 /// Asserts that a connection is reset at once.
 pub fn assert_reset(dial: impl FnOnce() -> io::Result<TcpStream>) {
     let began = Instant::now();
-    let error = dial().expect_err("the connection must be rejected");
+    let error = dial().expect_err("the connection was not rejected");
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused, "{error}");
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
 }
@@ -276,7 +276,7 @@ pub fn accept(listener: &TcpListener) -> TcpStream {
 /// Asserts that no connection waits in a listener. The kernel adds a connection to the listener
 /// before the other side's connect returns.
 pub fn assert_idle(listener: &TcpListener) {
-    let error = listener.accept().expect_err("no connection");
+    let error = listener.accept().expect_err("a connection waits");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
 }
 
