@@ -136,7 +136,7 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
 pub(crate) trait Service: Send + Sync + 'static {
     type Request: DeserializeOwned;
 
-    /// Carries out one request and sends the answer; `requests` reads further requests of the
+    /// Carries out one request and sends the answer; `requests` reads later requests on the same
     /// connection.
     fn handle(
         self: &Arc<Self>,
@@ -264,7 +264,7 @@ impl Client {
         Ok(Self { answer, owner })
     }
 
-    /// Returns the connection, for further requests while the answer continues.
+    /// Returns the connection, for later requests while the answer continues.
     pub(crate) fn more(&self) -> Result<UnixStream> {
         Ok(self.answer.get_ref().try_clone()?)
     }

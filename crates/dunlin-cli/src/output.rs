@@ -19,8 +19,8 @@ const LINE_LIMIT: usize = 4096;
 /// The number of lines lost since the last printed one.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// Whether `stream` accepts a line within [`STALL_LIMIT`]; if not, adds one to `lost`. While lines are
-/// lost, further lines do not wait. Pipes and sockets are reported as writable only if they have
+/// Whether `stream` accepts a line within [`STALL_LIMIT`]; if not, adds one to `lost`. While `lost`
+/// is above 0, a line does not wait. Pipes and sockets are reported as writable only if they have
 /// space for a line.
 pub(crate) fn is_writable(stream: &impl AsFd, lost: &AtomicU64) -> bool {
     let wait = match lost.load(Ordering::Relaxed) {

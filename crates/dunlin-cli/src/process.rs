@@ -133,8 +133,8 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Starts both processes, with further flags for `vm run` and `vm receive`; `scratch`
-    /// must have the certificates of [`Scratch::with_identities`].
+    /// Starts `vm run` with the flags `run`, and `vm receive` with the flags `receive`, in addition
+    /// to their usual ones; `scratch` must have the certificates of [`Scratch::with_identities`].
     pub(crate) fn start(scratch: &Scratch, run: &[&str], receive: &[&str]) -> Result<Self> {
         let (destination, address) = Process::receiving(scratch, &scratch.join("b.sock"), receive)?;
         let control = scratch.join("a.sock");

@@ -117,14 +117,15 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Further calls of a process with a guest, for guest memory.
+/// Calls that only a process with a guest may make, for guest memory.
 const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_mincore,
     libc::SYS_memfd_create,
     libc::SYS_userfaultfd,
 ];
 
-/// Further calls for IPsec records, where a new file replaces the old one by rename.
+/// Calls that only a process with lanes over IPsec may make: in its IPsec records, a new file
+/// replaces the old one by rename.
 const FOR_RECORDS: &[libc::c_long] = &[
     #[cfg(target_arch = "x86_64")]
     libc::SYS_rename,
@@ -132,8 +133,8 @@ const FOR_RECORDS: &[libc::c_long] = &[
     libc::SYS_renameat2,
 ];
 
-/// Further calls for channels and forwarded connections: `splice` moves their bytes inside the
-/// kernel.
+/// Calls that only a tunnel and `handoff accept` may make: `splice` moves the bytes of channels and
+/// of forwarded connections inside the kernel.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
 /// Older variants of the calls above, which exist only on x86-64.
@@ -160,7 +161,8 @@ const PAGEMAP_SCAN: u64 = 0xc060_6610;
 /// Ioctl types of KVM and userfaultfd, in the request's second byte.
 const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 
-/// Further ioctls that a process with a guest may use: queries of page maps.
+/// Ioctls that a process with a guest may use besides those of [`REQUEST_TYPES`]: queries of page
+/// maps.
 const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 
 /// Ioctls that a process with channels may use: the query for the bytes of a socket that the peer

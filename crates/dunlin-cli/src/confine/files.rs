@@ -23,8 +23,8 @@ use crate::state::IPSEC_RECORDS;
 /// `AccessFs::ResolveUnix`.
 const ALL: ABI = ABI::V6;
 
-/// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of
-/// symbolic links among them.
+/// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), the targets of
+/// symbolic links among them, and the directories of libraries.
 const NAMES: [&str; 13] = [
     "/etc/hosts",
     "/etc/resolv.conf",

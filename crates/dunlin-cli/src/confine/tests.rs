@@ -384,7 +384,7 @@ fn the_cost_of_the_filter_at_each_entry_into_the_guest() {
 
 #[test]
 fn missing_kernel_support_is_reported_or_an_error() {
-    // A filter that forbids Landlock and further filters simulates a kernel that has neither.
+    // To simulate a kernel with neither Landlock nor filters, a filter forbids both.
     let outcomes = confined("nothing-left");
     let said = &outcomes["auto"];
     for part in [

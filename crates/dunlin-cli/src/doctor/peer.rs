@@ -33,8 +33,9 @@ struct Answers {
     now: SystemTime,
 }
 
-/// Asks the tunnel of each peer, with the identity of a configuration. Returns the verdicts, and the
-/// path to the first peer that answers, if `is_measured`.
+/// Tests the path to the tunnel of each peer and requests the peer's report, with the identity of a
+/// configuration. Returns the verdicts and, if `is_measured`, the path to the first peer that
+/// answers.
 pub(super) fn examine(
     config: &std::path::Path,
     peers: &[String],
@@ -62,8 +63,8 @@ pub(super) fn examine(
     Ok((all, measured))
 }
 
-/// The MTU towards the address of a peer; `None` if it cannot be looked up. Sends nothing to the
-/// peer.
+/// The MTU towards a peer; `None` if its address or the MTU cannot be determined. Sends nothing to
+/// the peer.
 fn mtu(to: &str) -> Option<Verdict> {
     let address = to.to_socket_addrs().ok()?.next()?;
     let own: IpAddr = match address {

@@ -27,8 +27,8 @@ pub(super) struct Seen {
     pub(super) job: Option<Job>,
 }
 
-/// Memory that further VMs may use: the smaller of two amounts, which are the unused memory of the
-/// host, and the memory that is not promised to its VMs.
+/// Memory for arriving VMs: the unused memory of the host or the memory that is not promised to its
+/// VMs, whichever is smaller.
 pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     let stats = fields(&virsh.ask(&["nodememstats"])?);
     let of = |name: &str| stats.get(name).and_then(|text| kib(text));

@@ -26,7 +26,7 @@ pub(super) struct Vm {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) uri: String,
-    /// The bytes of memory for further VMs.
+    /// The bytes of memory for arriving VMs.
     pub(super) free: u64,
 }
 
@@ -99,7 +99,7 @@ pub(super) fn plan(vms: Vec<Vm>, mut destinations: Vec<Destination>, order: &Ord
     plan
 }
 
-/// The first part of the result puts VMs that are on their way before the other VMs.
+/// A VM's sort key. Its first part puts VMs that are on their way before the other VMs.
 fn rank(vm: &Vm, order: &Order) -> (bool, usize, u64, u64, String) {
     let place = match order {
         Order::Listed(listed) => {

@@ -84,7 +84,7 @@ struct Moving {
     since: Duration,
     phase: Phase,
     rate: Option<u64>,
-    /// What is asked of libvirt, and when it was asked last.
+    /// The last request to libvirt, and its time.
     wanted: Option<(OnLimit, Duration)>,
 }
 

@@ -12,8 +12,8 @@ pub(super) struct Budgets {
 }
 
 /// The share of each VM in MiB/s, for VMs that move to the given destinations; `None` is unlimited.
-/// If the budget of a VM's destination is the smaller limit, the other VMs get what that VM cannot
-/// use. The shares of a host add up to its budget at most.
+/// If a destination's budget limits its VMs to less than an equal share of the source's budget, VMs
+/// to other destinations get the difference. The shares of a host add up to its budget at most.
 pub(super) fn shares(to: &[usize], budgets: Budgets) -> Vec<Option<u64>> {
     // The source is the key `None`.
     let mut left: BTreeMap<Option<usize>, u64> = BTreeMap::new();
@@ -71,8 +71,8 @@ mod tests {
 
     #[test]
     fn what_a_narrow_destination_leaves_the_others_get() {
-        // Two VMs share the 40 of destination 0. The other VMs share the rest of the 100, and each
-        // gets at most 40.
+        // Two VMs share the 40 of destination 0. The other two share the remaining 60 of the
+        // source; their destinations would allow 40 each.
         let shares = of(&[0, 0, 1, 2], Some(100), Some(40));
         assert_eq!(shares, [Some(20), Some(20), Some(30), Some(30)]);
         assert_eq!(

@@ -125,8 +125,8 @@ pub(super) fn users(qemu: Option<&str>) -> Vec<String> {
     users
 }
 
-/// Checks that no program but the toolstack listens on the ports, because the rules would reject
-/// that program's clients.
+/// Checks that only the toolstack listens on the ports, because the rules would reject the clients
+/// of any other program.
 pub(super) fn check_listeners(ports: PortRange) -> Result<()> {
     let mut foreign = Vec::new();
     let owners = owners();

@@ -42,9 +42,10 @@ struct Bound {
 }
 
 impl StatusSocket {
-    /// Binds a status socket of this process. `kind` is `vm`, `tunnel`, `ipsec` or `handoff`; a
-    /// process with several VMs uses `vm-2`, `vm-3` and so on for the further VMs. The process has no
-    /// status socket if that fails, which is logged, or if the control path names one socket.
+    /// Binds a status socket of this process. `kind` is `vm`, `tunnel`, `ipsec` or `handoff`; in a
+    /// process with several VMs, those after the first use `vm-2`, `vm-3` and so on. The process
+    /// has no status socket if the bind fails, which is logged, or if the control path names one
+    /// socket.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);
@@ -89,7 +90,7 @@ impl Bound {
         let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
         let listener = UnixListener::bind(&path)?;
         // The socket's group gets the rights that the directory's group has to the directory. If
-        // the directory has the set-group-ID bit, they are the same group.
+        // the directory has the set-group-ID bit, the two groups are the same.
         let by_group = fs::metadata(directory)?.mode() & 0o060;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600 | by_group))?;
         Ok(Self { listener, path })

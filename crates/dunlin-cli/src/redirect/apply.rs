@@ -57,8 +57,8 @@ pub(crate) struct Remove {
     state: StatePath,
 }
 
-/// The file with the rules of the last successful `apply`. They are installed if `apply` fails after a
-/// boot.
+/// The file with the rules of the last successful `apply`. They are installed if `apply` fails
+/// while no rules are in force, as after a boot.
 fn saved(state: &StatePath) -> Result<PathBuf> {
     Ok(state.directory()?.join("redirect.nft"))
 }

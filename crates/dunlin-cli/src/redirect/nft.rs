@@ -104,7 +104,7 @@ pub(super) fn program() -> Result<PathBuf> {
         })
 }
 
-/// nft's messages with the cause and the remedy. Further runs of nft tell the causes apart, because
+/// nft's messages with the cause and the remedy. Runs nft again to tell the causes apart, because
 /// nft has one exit code for almost all of them, and its messages differ between versions.
 fn explained(said: &str) -> anyhow::Error {
     let works = |words: &[&str]| run(words, "").is_ok_and(|done| done.is_ok());
@@ -119,7 +119,7 @@ fn explained(said: &str) -> anyhow::Error {
         "nft or the kernel rejected the rules (at fault: kernel): they need Linux 5.4 and the \
          modules nft_chain_nat, nft_redir, nft_fib_inet and nft_reject_inet"
     };
-    // The first message and its rule. Further messages repeat the first one for other rules.
+    // The first message and its rule. Later messages repeat the first one for other rules.
     let first: Vec<&str> = said.trim().lines().take(2).collect();
     anyhow!("{advice}; nft: {}", clean_lines(&first.join("\n")))
 }

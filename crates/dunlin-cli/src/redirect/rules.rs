@@ -10,9 +10,9 @@
 //!
 //! The rules for a redirect's ports match only SYNs, because other hosts can use these ports as
 //! ephemeral ports: replies to such ports pass, and so do established connections. The rules that
-//! redirect also match only SYNs: a NAT chain sees the first packet that the kernel tracks of a
-//! connection, and if the connection is older than the rules, this can be any packet
-//! (`nf_conntrack_tcp_loose`).
+//! redirect also match only SYNs: a NAT chain gets the first packet of each connection that the
+//! kernel begins to track. If the connection is older than the rules, that packet can be any packet
+//! of the connection (`nf_conntrack_tcp_loose`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write;

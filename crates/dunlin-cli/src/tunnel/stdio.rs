@@ -88,9 +88,9 @@ impl Stdio {
 
 /// Whether a copy failed because the tunnel closed the channel. If the tunnel refuses a channel
 /// while input from this process is unread, a unix socket reports a reset (unix(7)). A reset alone
-/// proves nothing, because the other end of the copy may be a socket that was itself reset.
+/// proves nothing, because standard input or output may be a socket that was itself reset.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
-    // POLLHUP is reported for any requested event.
+    // poll(2) reports POLLHUP even if no event is requested.
     let hung_up = Interest::failure(&channel);
     error.kind() == io::ErrorKind::ConnectionReset
         && poll(&[hung_up], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])

@@ -66,7 +66,8 @@ struct Now {
     holds: Holds,
     phase: Phase,
     ending: Ending,
-    /// Number of the attempt to receive a VM that is under way or awaited, counted from 1.
+    /// Number of the current attempt to receive a VM, counted from 1. An attempt includes the wait
+    /// for its source.
     attempt: u64,
     cancel: Cancel,
 }
@@ -339,7 +340,7 @@ impl ControlService {
         drop(state);
         let name = &vm.vm().config().name;
         let Output { json, several } = self.output;
-        // With several VMs, do not wait here, because the other VMs still accept requests.
+        // With several VMs, do not wait here: requests to the other VMs would prolong the wait.
         if !several {
             control::drain();
         }

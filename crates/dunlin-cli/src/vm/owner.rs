@@ -235,7 +235,7 @@ fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) 
                     moving.warn(error.to_string());
                 }
             }
-            Ok(Some(_)) => moving.warn("only `cancel` is possible during a migration".into()),
+            Ok(Some(_)) => moving.warn("request refused: a migration accepts only `cancel`".into()),
             Ok(None) | Err(_) => break,
         }
     }

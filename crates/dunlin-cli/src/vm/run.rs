@@ -150,7 +150,7 @@ impl Run {
             let keep = |(vm, service): (Arc<Movable>, Arc<ControlService>)| {
                 let body = move || {
                     let code = service.keep(&vm);
-                    // The memory of a VM that has ended or moved away is free for the others.
+                    // The VM has ended or moved away. Free its memory for the other VMs.
                     drop(vm);
                     service.release();
                     code

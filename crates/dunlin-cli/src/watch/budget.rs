@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-/// The period of which unused CPU time is kept. This reserve covers the requests that a browser sends
-/// when it opens the page.
+/// Unused CPU time is kept, but at most as much as accrues in this period. This reserve covers the
+/// requests that a browser sends when it opens the page.
 const KEPT: Duration = Duration::from_secs(10);
 
 /// The longest wait. If clients have used more CPU time than this wait makes up for, the excess is

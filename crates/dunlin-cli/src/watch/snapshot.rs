@@ -56,7 +56,7 @@ pub(crate) struct Snapshot {
     pub(crate) failures: Vec<FailedLine>,
 }
 
-/// A session, and what its process says.
+/// A session, from a journal, from its process, or from both.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) line: SessionLine,

@@ -133,7 +133,7 @@ fn a_vm_over_its_time_is_cancelled_until_it_ends() {
     assert!(schedule.handle(soon, Event::Tick).is_empty());
     assert_eq!(schedule.handle(seconds(61), Event::Tick), [Cancel(0)]);
     assert_eq!(schedule.handle(seconds(62), ended(0)), [Start(1, None)]);
-    // The time of the second VM began when that VM started.
+    // The time limit of the second VM counts from that VM's own start.
     assert!(schedule.handle(seconds(100), Event::Tick).is_empty());
 }
 
@@ -200,7 +200,7 @@ fn an_interrupt_cancels_a_vm_that_was_paused_for_its_time() {
     assert_eq!(schedule.handle(seconds(62), Event::Interrupt), [Cancel(0)]);
 }
 
-/// A killed command can leave more migrations under way than the next command lets copy at the same
+/// A killed command can leave more migrations under way than the next command may run at the same
 /// time.
 #[test]
 fn migrations_under_way_take_their_places_at_once_even_after_a_doubt() {

@@ -22,8 +22,8 @@ const REDIRECT_PORT: u16 = 18301;
 /// Maximum length of a redirect's name, in bytes. The rules' comments contain the name, and nftables
 /// limits a comment to 128 bytes.
 const LONGEST_NAME: usize = 64;
-/// The largest number of ports in a redirect. Toolstacks use at most 64, and other programs of this
-/// host cannot serve clients on a redirect's ports.
+/// The largest number of ports in a redirect. There is a limit because other programs of this host
+/// cannot serve clients on a redirect's ports; toolstacks use at most 64.
 const MOST_PORTS: u16 = 1024;
 /// The largest number of hosts in the peers of all redirects. Each has a listener and a trunk.
 const MOST_PEERS: usize = 256;
