@@ -13,7 +13,7 @@ const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
 
 /// Allocates `bytes` bytes of memory, in huge pages if possible, writes to all of them, and frees
-/// them. Allocates less if the available memory minus a reserve is less.
+/// them. Allocates at most the available memory minus a reserve of 1 GiB.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
 /// and may take it back after the host has freed it. Without this call, the measurement of the next
