@@ -59,8 +59,8 @@ fn run(command: &mut Command) {
         Ok(status) if status.success() => {}
         Ok(status) => panic!("`{program}` failed: {status}"),
         Err(error) => panic!(
-            "cannot start `{program}`: {error}. The calibrating loop is assembled with GNU \
-             binutils, and a client is in C; install them (Debian: apt install build-essential)"
+            "cannot start `{program}`: {error}. The calibrating loop needs GNU binutils, and a \
+             client needs a C compiler; install both (Debian: apt install build-essential)"
         ),
     }
 }

@@ -1,5 +1,5 @@
-//! How much of the receiver's work for IPsec the busiest CPU does: with one SA, and with one SA for
-//! each CPU.
+//! Measures how much of the receiver's work for IPsec the busiest CPU does: with one SA, and with
+//! one SA for each CPU.
 //!
 //! Receive packet steering (RPS) distributes packets by the SPI. The busy time of a CPU is the time in
 //! which it was not idle, by the guest's own clock, which advances by one nanosecond per instruction.

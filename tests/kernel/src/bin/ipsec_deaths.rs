@@ -103,8 +103,11 @@ fn main() -> ExitCode {
         nothing_left(guest);
         capture.end(guest);
         let seen = |filter| captured(guest, "deaths.pcap", filter);
-        assert_eq!(seen("tcp and not port 7302"), 0, "in the clear");
-        assert!(seen("tcp and port 7302") > 10, "the control connections");
+        assert_eq!(seen("tcp and not port 7302"), 0, "packets in the clear");
+        assert!(
+            seen("tcp and port 7302") > 10,
+            "too few packets of the control connections"
+        );
     })
 }
 
@@ -136,7 +139,7 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
     }
     println!("died {deaths} times in {step} changes");
     assert!(step >= 18, "{step} changes");
-    assert!(replaced, "an SA and a policy were left at least once");
+    assert!(replaced, "no dead process left both an SA and a policy");
 }
 
 /// Replaces an SA and a policy of a dead process by an SA and a policy of another program, with the
@@ -207,10 +210,16 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
     clean(guest, host);
     let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
     assert_eq!(left.matches("proto esp").count(), 1, "{step}: {left}");
-    assert!(left.contains("dst 10.9.9.9"), "the foreign SA: {left}");
+    assert!(
+        left.contains("dst 10.9.9.9"),
+        "the foreign SA is missing: {left}"
+    );
     let left = guest.output("ip", &["-n", host, "xfrm", "policy"]);
     assert_eq!(left.matches("priority").count(), 1, "{step}: {left}");
-    assert!(left.contains("10.9.9.9"), "the foreign policy: {left}");
+    assert!(
+        left.contains("10.9.9.9"),
+        "the foreign policy is missing: {left}"
+    );
 }
 
 /// Both processes die while the session is up. Their replacements try to send before every change,
@@ -248,7 +257,7 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
         assert_eq!(left.matches("proto esp").count(), 2, "{left}");
         assert!(
             left.contains("reqid 4242"),
-            "the SA that was added first: {left}"
+            "the SA that was added first is missing: {left}"
         );
         let own = if host == "a" { "10.0.0.1" } else { "10.0.0.2" };
         let line = format!("-n {host} xfrm state deleteall dst {own} reqid 4242");
@@ -299,7 +308,7 @@ fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
         );
         assert!(
             began.elapsed() < LIMIT,
-            "the timeout of the other process applies"
+            "the other process did not end at its timeout"
         );
         stopped.kill().expect("the process runs");
         let _ = stopped.wait();

@@ -71,7 +71,11 @@ fn main() -> ExitCode {
         i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest, &tls);
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "lanes.pcap", filter);
-        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert_eq!(
+            seen(&format!("tcp portrange {POOL}")),
+            0,
+            "packets in the clear"
+        );
         assert!(seen("esp") > 100);
         for host in ["a", "b"] {
             assert!(no_records(host), "{host}");
@@ -131,7 +135,11 @@ fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
     let lanes = [near.lane(), near.lane()];
     let before = near.carried();
-    assert_eq!(before.len(), 3, "the fallback and two: {before:?}");
+    assert_eq!(
+        before.len(),
+        3,
+        "not the fallback SA and two others: {before:?}"
+    );
     for _ in 0..4 {
         lanes.iter().for_each(Lane::send);
     }
@@ -291,7 +299,8 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: 
     }
     // Data on a lost lane cannot leave, and the lane's owner gets an error.
     lanes[..BLOCKS - 1].iter().for_each(Lane::fails);
-    // A lost lane cannot be closed cleanly. Both kernels discard it, as if its owners had died.
+    // A lost lane cannot be closed cleanly. With a reset on close, both kernels discard it, as if
+    // its owners had died.
     near.far.hang_up();
     for lane in &lanes {
         set_reset_on_close(&lane.stream).expect("a socket");

@@ -230,10 +230,13 @@ impl Scene<'_> {
                     })
                     .collect();
                 println!("{when}, from {host}: {expected:?}: {used:?}");
-                assert!(used.iter().all(|used| used.cpu.is_some()), "the fallback");
+                assert!(
+                    used.iter().all(|used| used.cpu.is_some()),
+                    "the fallback SA carried data: {used:?}"
+                );
                 of_each == expected
             });
-            assert!(exact, "{when}, from {host}");
+            assert!(exact, "{when}, from {host}: the bytes of the SAs differ");
         }
     }
 
@@ -313,11 +316,11 @@ impl Scene<'_> {
         let used = self.used("a", || lane.send(cpu, BYTES));
         println!("after a lost SYN from CPU {cpu} by {used:?}");
         let [one] = &used[..] else {
-            panic!("by one SA: {used:?}");
+            panic!("not exactly one SA carried data: {used:?}");
         };
         assert!(
             one.bytes >= BYTES as u64,
-            "status shows the SA in use: {used:?}"
+            "`status` reports too few bytes of the SA in use: {used:?}"
         );
         self.repair_one(&lane, [cpu, far]);
         lane
@@ -451,11 +454,11 @@ fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     let after = outbound(guest, "a");
     println!("{after:?}");
     let [one] = &after[..] else {
-        panic!("one SA: {after:?}");
+        panic!("host a does not have exactly one outbound SA: {after:?}");
     };
     assert_eq!(one.cpu, None);
     assert!(one.bytes - before[0].bytes >= 4 * BYTES as u64, "{after:?}");
-    // The opposite direction has one SA for each CPU of the host, and the fallback SA.
+    // The opposite direction has one SA for each CPU of host b, and the fallback SA.
     assert_eq!(outbound(guest, "b").len(), 5);
     drop(lanes);
     drop(listener);

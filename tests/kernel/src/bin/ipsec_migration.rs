@@ -71,9 +71,16 @@ fn main() -> ExitCode {
         }
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "migration.pcap", filter);
-        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert_eq!(
+            seen(&format!("tcp portrange {POOL}")),
+            0,
+            "packets in the clear"
+        );
         assert!(seen("esp") > 1000);
-        assert!(seen("tcp port 7400") > 100, "the control lanes");
+        assert!(
+            seen("tcp port 7400") > 100,
+            "too few packets of the control lanes"
+        );
     })
 }
 
@@ -108,7 +115,10 @@ fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32],
     assert_eq!(by_cpu.len(), cpus.len());
     let sum: u64 = by_cpu.iter().sum();
     let wire = report.traffic.wire_bytes;
-    assert!((wire..wire + wire / 4).contains(&sum), "{wire} of lanes");
+    assert!(
+        (wire..wire + wire / 4).contains(&sum),
+        "the SAs carried {sum} bytes, the lanes {wire}"
+    );
     // Lanes carry different amounts of data, so a CPU's bytes can be compared only if the CPU has a
     // single lane.
     if cpus.len() == usize::from(lanes) {
@@ -308,8 +318,8 @@ struct How<'a> {
     strikes: bool,
 }
 
-/// Opens all connections of the VMM and counts them, like a privileged process that opens the
-/// connections of a confined VMM.
+/// Opens all connections of the VMM, as a privileged process does for a confined VMM, and counts
+/// them.
 #[derive(Default)]
 struct Counting {
     connected: AtomicU32,
@@ -386,8 +396,8 @@ fn moves(
                     .observer(&observe)
                     .cancel(&none)
                     .run();
-                // The source has opened the control lane, the control connection of the keying
-                // session, and each lane from a port of its own.
+                // The source has opened the control lane and the control connection of the keying
+                // session. It has opened each data lane from a chosen port.
                 if let Ok(report) = &result {
                     assert!(counting.connected.load(SeqCst) >= 2);
                     let lanes = u32::try_from(report.lanes.len()).expect("there are few");

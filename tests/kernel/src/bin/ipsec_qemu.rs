@@ -80,7 +80,7 @@ fn main() -> ExitCode {
         let sealed: u64 = left.sealed.values().sum();
         assert!(
             sealed > WORKLOAD.pages * 4096 / 1500,
-            "all pages went by ESP: {left:?}"
+            "not all pages were sent in ESP: {left:?}"
         );
     })
 }
@@ -159,7 +159,10 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
         .collect();
     assert_eq!(ports.len(), CHANNELS + 1, "{used:?}");
     let carry = used.iter().filter(|one| bytes(one) > 1 << 20).count();
-    assert_eq!(carry, CHANNELS, "each carries pages: {used:?}");
+    assert_eq!(
+        carry, CHANNELS,
+        "the SA of a connection carried no pages: {used:?}"
+    );
     // The counters of the new SAs do not include bytes that were sent with the old SAs.
     assert!(late < 64 << 10, "by the fallback: {late} bytes");
     assert!(used.iter().all(|one| one["not_authentic"] == 0), "{used:?}");

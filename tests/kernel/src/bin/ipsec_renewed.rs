@@ -123,7 +123,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
         assert_eq!(
             load.broken.load(Ordering::SeqCst),
             0,
-            "connections wait and do not break"
+            "connections broke instead of waiting"
         );
         session.over();
     });

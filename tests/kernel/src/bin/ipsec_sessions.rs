@@ -66,11 +66,17 @@ fn main() -> ExitCode {
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
             0,
-            "in the clear"
+            "packets in the clear"
         );
-        assert!(seen("esp") > 100, "by ESP");
-        assert!(seen("ip6 and udp port 4500") > 10, "by ESP in UDP");
-        assert!(seen("tcp and port 7302") > 10, "the control connections");
+        assert!(seen("esp") > 100, "too few packets in ESP");
+        assert!(
+            seen("ip6 and udp port 4500") > 10,
+            "too few packets in ESP in UDP"
+        );
+        assert!(
+            seen("tcp and port 7302") > 10,
+            "too few packets of the control connections"
+        );
     })
 }
 
@@ -128,7 +134,10 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
         assert_eq!(one["not_authentic"], 0, "{used:?}");
     }
     let mut seen = keys(guest, "a");
-    assert!(seen.len() >= 10, "four and the fallback each way: {seen:?}");
+    assert!(
+        seen.len() >= 10,
+        "fewer than five SAs in a direction: {seen:?}"
+    );
     for host in ["a", "b"] {
         guest.command("dunlin", &status(host, &["--rekey"]));
     }
@@ -138,7 +147,10 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     });
     let before = seen.len();
     seen.extend(keys(guest, "a"));
-    assert!(seen.len() >= before + 10, "every SPI is new: {seen:?}");
+    assert!(
+        seen.len() >= before + 10,
+        "the new keys have too few new SPIs: {seen:?}"
+    );
     // Two SAs with the same key would repeat nonces, because the nonces of both count from 0. With
     // GCM, this would break both confidentiality and authentication.
     let different: BTreeSet<&String> = seen.values().collect();
@@ -238,7 +250,7 @@ fn conflicting_policies_are_reported(guest: &Guest) {
     assert_eq!(
         associations(guest, "a").len(),
         2,
-        "the first session's SAs exist"
+        "the first session's SAs changed"
     );
     assert_eq!(associations(guest, "b").len(), 2);
     // The port of the control connection must not be among the ports of its own session or of
@@ -349,7 +361,10 @@ fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
         Some(4),
         "the exit code of a cancelled command"
     );
-    assert!(began.elapsed() < LIMIT / 2, "its timeout is {LIMIT:?}");
+    assert!(
+        began.elapsed() < LIMIT / 2,
+        "the process waited for its timeout of {LIMIT:?}"
+    );
     nothing_left(guest);
 }
 
@@ -364,7 +379,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
         [of("a"), of("b")]
     };
     let before = policies();
-    // With another directory of records, a host does not see the other session.
+    // With another directory of records, a host finds no record of the other session.
     for (state_a, state_b, is_peers) in
         [("state-a", "other-b", false), ("other-a", "state-b", true)]
     {
@@ -515,7 +530,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(
         policies.contains("action block"),
-        "the ports are still in use: {policies}"
+        "ports in use are not blocked: {policies}"
     );
     // Act as if the connection's owner had died, so that the kernel discards the unsent data.
     for end in [&near, &far] {
@@ -540,7 +555,7 @@ fn p13_a_restarted_server_removes_what_the_killed_one_left(
     let _ = serve.0.wait();
     assert!(
         !session.0.wait().expect("the process ends").success(),
-        "the session ends with its peer"
+        "the session did not fail after the death of the server"
     );
     // Killing the server or cutting the control connection does not unblock a port.
     assert_eq!(sealed(guest, "a"), 0);

@@ -82,11 +82,17 @@ fn main() -> ExitCode {
         let sealed: u64 = left.sealed.values().sum();
         let clear: u64 = left.clear.values().sum();
         let least = (WORKLOAD.pages * 4096 + 2 * BYTES as u64) / 1500;
-        assert!(sealed > least, "by ESP: {left:?}");
-        assert!(clear < least / 4, "only control lanes: {left:?}");
+        assert!(sealed > least, "too few frames in ESP: {left:?}");
+        assert!(
+            clear < least / 4,
+            "more frames in the clear than control lanes send: {left:?}"
+        );
         // Each key generation has one SA for each CPU and a fallback SA, and there were at least
         // two generations.
-        assert!(left.sealed.len() >= 2 * LANES, "new keys: {left:?}");
+        assert!(
+            left.sealed.len() >= 2 * LANES,
+            "too few SAs for new keys: {left:?}"
+        );
     })
 }
 
@@ -152,7 +158,7 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     let said = fs::read_to_string("near.log").expect("the log exists");
     assert!(
         said.contains(" lane="),
-        "only a lost lane has this field: {said}"
+        "the log has no line about the lost lane: {said}"
     );
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));

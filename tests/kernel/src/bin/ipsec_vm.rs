@@ -1,5 +1,5 @@
-//! A VM of confined processes migrates over IPsec, if the processes have the necessary privileges.
-//! Without these privileges, the migration fails and the error has the reason.
+//! A VM migrates over IPsec between confined processes that were started with `--ipsec`.
+//! Without this flag at the source, the migration fails and the error names the flag.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
@@ -47,7 +47,11 @@ fn main() -> ExitCode {
         nothing_left(guest);
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "vm.pcap", filter);
-        assert_eq!(seen(&format!("tcp portrange {POOL}")), 0, "in the clear");
+        assert_eq!(
+            seen(&format!("tcp portrange {POOL}")),
+            0,
+            "packets in the clear"
+        );
         assert!(seen("esp") > 100);
         for (host, _) in HOSTS {
             assert!(

@@ -36,7 +36,7 @@ fn connect_fails_in_one_line(guest: &Guest) {
     assert!(called.err.ends_with(" [control-lost]\n"), "{called:?}");
     assert_eq!(called.err.lines().count(), 1, "{called:?}");
     assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
-    assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
+    assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel got keys");
 }
 
 /// The client shuts down its sending direction and continues to read, so that it receives the

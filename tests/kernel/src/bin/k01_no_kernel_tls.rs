@@ -89,7 +89,7 @@ fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     assert_eq!(
         attach(&near).map_err(errno),
         Ok(()),
-        "the failed attempt left nothing behind"
+        "the failed attempt prevents the next one"
     );
     // After the module is loaded, it is available to every process.
     unprivileged("Ok(())");

@@ -62,7 +62,7 @@ fn without_a_sending_key_data_leaves_in_the_clear(guest: &Guest) {
     far.read_exact(&mut seen).expect("the data arrives");
     assert_eq!(
         &seen, b"a guest's memory",
-        "the data was in the clear on the wire"
+        "the data was not in the clear on the wire"
     );
 }
 
@@ -83,7 +83,7 @@ fn without_a_receiving_key_data_is_not_authenticated(guest: &Guest) {
         .expect("the kernel accepts it in the clear");
     assert_eq!(
         &got, b"forged by a thief",
-        "the kernel accepted unauthenticated data"
+        "the kernel changed the unauthenticated data"
     );
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }

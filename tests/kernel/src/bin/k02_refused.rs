@@ -106,7 +106,7 @@ fn a_hand_off_fails_in_one_line(guest: &Guest, stunnel: &Stunnel) {
         ("", 0),
         "{called:?}"
     );
-    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is closed");
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is still open");
     // The handshake was complete, so the stunnel has connected to its target. No data was sent.
     let deadline = Instant::now() + Duration::from_secs(30);
     assert!(wait_readable(&stunnel.target, deadline).expect("the socket can be polled"));

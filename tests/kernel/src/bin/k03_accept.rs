@@ -1,5 +1,5 @@
-//! `dunlin handoff accept` hands over connections for its own server name. If it has a stunnel for
-//! other connections, it forwards them.
+//! `dunlin handoff accept` hands over the connections for its own server name. It forwards all
+//! other connections to a stunnel, if it has one.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -132,7 +132,10 @@ fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpLis
     let mut served = service.accept().expect("the listener is open").0;
     exchange(&mut client.0, &mut served);
     let after = stat(guest, "TlsRxSw");
-    assert_eq!(after, before, "only stunnel has its keys");
+    assert_eq!(
+        after, before,
+        "the kernel got keys of a connection for stunnel"
+    );
 }
 
 fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer: &UnixListener) {
@@ -165,7 +168,7 @@ fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer
     // closed.
     let now = |way: &str| stat(guest, &format!("TlsCurr{way}Sw"));
     assert_eq!((now("Tx"), now("Rx")), (1, 1));
-    assert!(blocks(&socket), "plain programs wait in their reads");
+    assert!(blocks(&socket), "the passed socket is non-blocking");
     exchange(&mut client.0, &mut socket);
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
@@ -186,7 +189,11 @@ fn data_that_arrived_before_the_keys_is_read(
     input.write_all(&early).expect("the data is accepted");
     // If not all data fits into the socket, the client keeps the remaining data.
     wait_for_socket(port, |_, waiting| waiting > EARLY as u64 / 2);
-    assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
+    assert_eq!(
+        stat(guest, "TlsRxSw"),
+        before,
+        "the kernel has a key too early"
+    );
     empty_queue(queue, consumer);
     let (mut socket, line) = take(consumer);
     assert_eq!(line["offload"], "kernel");
@@ -228,7 +235,7 @@ fn a_client_that_ends_before_the_keys_is_refused(
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut passed).expect("the stream ends");
     assert_eq!(passed, b"");
-    assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel had no key");
+    assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel got a key");
 }
 
 /// A client sends its ClientHello in records of two bytes and segments of three bytes.

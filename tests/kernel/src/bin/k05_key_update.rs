@@ -76,7 +76,10 @@ fn nothing_is_read_before_the_new_key(guest: &Guest) {
     peer.send(DATA, b"under the new key");
     await_bytes(&kernel, 5 + 17 + 1 + 16);
     // A thread that waits in poll() waits forever. A thread that calls read() gets the error.
-    assert!(!readable(&kernel), "poll does not report it");
+    assert!(
+        !readable(&kernel),
+        "poll reports the record before the new key"
+    );
     assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EKEYEXPIRED));
     let error = kernel.read(&mut buffer).expect_err("there is no key");
     assert_eq!(error.raw_os_error(), Some(Errno::EKEYEXPIRED as i32));
@@ -85,7 +88,7 @@ fn nothing_is_read_before_the_new_key(guest: &Guest) {
     assert_eq!(peer.receive(), Some((DATA, b"still".to_vec())));
 
     set(&kernel, Direction::Receiving, &Keys::new(3)).expect("the kernel accepts the new key");
-    assert!(readable(&kernel), "the queued record can be read");
+    assert!(readable(&kernel), "the queued record cannot be read");
     assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 17)));
     assert_eq!(&buffer[..17], b"under the new key");
     assert_eq!(

@@ -45,7 +45,7 @@ fn main() -> ExitCode {
                 BYTES
             );
         });
-        assert_eq!(gathered, 64, "parts of one call are one send");
+        assert_eq!(gathered, 64, "the parts of one call are not one send");
         let count = records(by_sendfile);
         println!("count of records a MiB, sendfile: {count}");
         assert_eq!(count, 64);
@@ -75,7 +75,7 @@ fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     sizes.len()
 }
 
-/// Sends the data in calls of `bytes` bytes each. The last call does not set MSG_MORE.
+/// Sends the data in calls of `bytes` bytes each. All calls except the last have `flags`.
 fn pieces(socket: &TcpStream, data: &[u8], bytes: usize, flags: MsgFlags) {
     let mut pieces = data.chunks(bytes).peekable();
     while let Some(piece) = pieces.next() {
@@ -136,5 +136,9 @@ fn a_close_loses_held_data() {
     drop(kernel);
     let mut rest = Vec::new();
     peer.socket.read_to_end(&mut rest).expect("the stream ends");
-    assert_eq!(rest.len(), OVERHEAD + 4, "one of the two records arrived");
+    assert_eq!(
+        rest.len(),
+        OVERHEAD + 4,
+        "not exactly one of the two records arrived"
+    );
 }

@@ -99,7 +99,7 @@ impl Disk {
         let mut reply = [0; 16];
         self.socket.read_exact(&mut reply)?;
         assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
-        assert_eq!(reply[4..8], [0; 4], "the server's error");
+        assert_eq!(reply[4..8], [0; 4], "the server returned an error");
         assert_eq!(reply[8..], self.next.to_be_bytes());
         Ok(())
     }

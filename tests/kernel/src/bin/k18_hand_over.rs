@@ -68,7 +68,7 @@ fn assert_no_nonce_repeats(mut sent: &[u8], suite: &str) {
     let [(HANDSHAKE, finished), data @ ..] = &sealed[..] else {
         panic!("{suite}: no Finished: {sealed:?}");
     };
-    assert_eq!(data.len(), SENDS, "{suite}: one record for each send");
+    assert_eq!(data.len(), SENDS, "{suite}: not one record for each send");
     assert!(data.iter().all(|(kind, _)| *kind == DATA), "{sealed:?}");
     let nonces: BTreeSet<u64> = sealed.iter().map(|(_, nonce)| *nonce).collect();
     assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce was repeated");

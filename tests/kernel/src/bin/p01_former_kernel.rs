@@ -41,8 +41,8 @@ fn main() -> ExitCode {
         capture.end(guest);
         let seen = |filter: &str| captured(guest, "former.pcap", filter);
         let clear = format!("tcp portrange {PORTS}");
-        assert_eq!(seen(&clear), 0, "in the clear");
-        assert!(seen("esp") > 100, "by ESP");
+        assert_eq!(seen(&clear), 0, "packets in the clear");
+        assert!(seen("esp") > 100, "too few packets in ESP");
     })
 }
 
@@ -74,7 +74,10 @@ fn ignored_attributes_are_found_by_reading_back(guest: &Guest) {
     let mut state = Sa::new(0x1000).of_cpu(1).state(a, b, Direction::Out);
     let refused = a.xfrm.add_state(&state);
     println!("without a replay window: {refused:?}");
-    assert!(refused.is_err(), "outbound SAs need a replay window, too");
+    assert!(
+        refused.is_err(),
+        "an outbound SA without a replay window was added"
+    );
     state.replay_window = 32;
     a.xfrm.add_state(&state).expect("the kernel accepts it");
     let held = a.xfrm.state(&state.id).expect("the kernel answers");

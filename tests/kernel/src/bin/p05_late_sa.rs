@@ -44,7 +44,7 @@ fn late(guest: &Guest) {
     assert_eq!(
         users(&there, a, b, || lane.send(1, BYTES)),
         [None],
-        "the lane stays with the fallback"
+        "the lane did not stay with the fallback SA"
     );
     look_again(&lane.near, 1, b"x");
     read_all(&lane.far, &mut [0; 2]);

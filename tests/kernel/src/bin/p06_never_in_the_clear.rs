@@ -253,7 +253,7 @@ fn removed(hosts: &Hosts, wire: &Wire, all: &[(&Host, Policy)], sas: [Sa; 3], fa
     let left = wire.left();
     assert!(
         left.iter().any(|seen| seen.is_leak()),
-        "the tap sees packets in the clear"
+        "the tap missed packets in the clear"
     );
     assert!(!left.iter().any(|seen| matches!(seen, Seen::Esp { .. })));
 }

@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         assert_eq!(
             there.packets(a, b),
             before.0,
-            "the fallback carries nothing"
+            "the fallback SA carried packets"
         );
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
 

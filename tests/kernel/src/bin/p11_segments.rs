@@ -64,7 +64,7 @@ fn before_and_after(guest: &Guest) {
     let (late, second) = bytes_of_a_packet(&old);
     assert!(
         late < LONGEST_PACKET,
-        "an existing SA does not use it: {late}"
+        "an existing SA uses the module: {late}"
     );
     let new = Sa::new(0x1001);
     new.add(a, b);

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
         let held = b.xfrm.state(&scene.there.own[0].id(b));
         assert!(
             held.expect("the kernel answers").is_some(),
-            "the SA of the other host stays"
+            "the SA of the other host is gone"
         );
 
         let lane = scene.lane(LAST);

@@ -78,7 +78,7 @@ fn beside_another(guest: &Guest, family: Family) {
     assert_eq!(
         tables(guest, a),
         theirs,
-        "the other program's entries are unchanged"
+        "the other program's entries changed"
     );
 }
 
@@ -101,7 +101,10 @@ fn left_behind(guest: &Guest, family: Family) {
     let error = connect().expect_err("the port is blocked");
     println!("{error}: {:?}", b.statistics().since(&before));
     let dropped = b.statistics();
-    assert!(!dropped.since(&before).is_empty(), "the drop is counted");
+    assert!(
+        !dropped.since(&before).is_empty(),
+        "the drop is not counted"
+    );
     // Print the number of frames in the clear. Only the first host, which has no policies, should
     // have sent such frames.
     let answers = wire

@@ -58,7 +58,7 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
         println!("{} to {}: {by:?}", from.name, to.name);
         let own: Vec<_> = (0..cpus).map(Some).collect();
         let by: Vec<_> = by.into_iter().map(|(cpu, _)| cpu).collect();
-        assert_eq!(by, own, "the fallback carries nothing");
+        assert_eq!(by, own, "not exactly the SAs of the CPUs carried data");
     }
     lanes
 }

@@ -64,7 +64,7 @@ fn a_page_that_is_swapped_out_is_populated(backing: Backing) {
     }
     .expect("the kernel scans the memory");
     assert_eq!(found, written, "{backing:?}");
-    assert!(are_out(&memory, &written), "the scan swaps no page in");
+    assert!(are_out(&memory, &written), "the scan swapped a page in");
 }
 
 fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
@@ -96,7 +96,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     taken("nothing since", &[]);
     assert!(
         are_out(&memory, &[5, 9, 700, 1000]),
-        "the log swaps no page in"
+        "the log swapped a page in"
     );
     // Writing swaps these pages in.
     for page in [9, 1000] {

@@ -58,10 +58,7 @@ fn main() -> ExitCode {
         // The service does not change the owner of a socket that a socket unit has created.
         assert_eq!(owner("/run/dunlin/ram.sock"), [HYPERVISOR; 2]);
         let [_, group] = owner("/run/dunlin/group.sock");
-        assert_eq!(
-            group, HYPERVISOR,
-            "the tunnel gives its socket to its group"
-        );
+        assert_eq!(group, HYPERVISOR, "the tunnel's socket has another group");
         let passes = || {
             carries("/run/dunlin/ram.sock", || {
                 target.accept().expect("the tunnel connects").0
@@ -258,7 +255,7 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
 
     let own = guest.folder().join("made/a.test").display().to_string();
     let steps = enable(manager, &["--install-identity", &own]);
-    // A second piece of advice would be about a peer that does not answer.
+    // If the peer did not answer, a second "advice" would follow.
     assert_eq!(
         steps,
         [

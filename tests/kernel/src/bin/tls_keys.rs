@@ -20,8 +20,16 @@ fn main() -> ExitCode {
 
 fn moves_16_mib(guest: &Guest) {
     let (mut source, mut destination) = kernels();
-    assert_eq!(stat(guest, "TlsTxSw"), 2, "both ends seal in the kernel");
-    assert_eq!(stat(guest, "TlsRxSw"), 2, "both ends open in the kernel");
+    assert_eq!(
+        stat(guest, "TlsTxSw"),
+        2,
+        "not both ends seal in the kernel"
+    );
+    assert_eq!(
+        stat(guest, "TlsRxSw"),
+        2,
+        "not both ends open in the kernel"
+    );
 
     let sender = thread::spawn(move || {
         for number in 0..BYTES / CHUNK {

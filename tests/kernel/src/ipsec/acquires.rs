@@ -27,7 +27,7 @@ const CPU_ACQUIRE: u8 = 4;
 /// The policy does not require an SA, or is not outbound.
 pub fn add_acquiring_policy(policy: &Policy) -> io::Result<()> {
     let Action::Protect { reqid, from, to } = policy.action else {
-        panic!("the policy protects");
+        panic!("the policy does not require an SA");
     };
     assert_eq!(policy.direction, Direction::Out);
     let family = match to {
