@@ -15,10 +15,10 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// The violated invariant: I1 to I5, I8 or *liveness*; for tunnels also *order*, *stream*,
-    /// *abort* or *lanes*. Other failures are *accused* (an honest peer was accused), *machine* (a
-    /// state machine did not accept an event), *panic*, and *sim* (an error of the simulator
-    /// itself).
+    /// The violated invariant: I1 to I5 or *liveness* for migrations; I8, *liveness*, *order*,
+    /// *stream*, *abort* or *lanes* for tunnels. Other failures are *accused* (an honest peer was
+    /// accused), *machine* (a state machine did not accept an event), *panic*, and *sim* (an error
+    /// of the simulator itself).
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
@@ -54,8 +54,8 @@ pub(crate) struct Marks {
     pub(crate) ran: Option<u32>,
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
-    /// For each page: the iteration of the attempt in which the page was last put into a chunk, and
-    /// how many times the dirty log had been read by then.
+    /// For each page: the iteration in which this attempt last put the page into a chunk, and how
+    /// many times the dirty log had been read by then.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 
@@ -254,7 +254,8 @@ impl World<'_> {
             && self.marks.ran == number
             && record != Some(SourceRecord::RunHere)
         {
-            let text = "the guest goes back to the pause without an operator's decision".into();
+            let text =
+                "the guest ran at the destination, and no operator decided to resume it".into();
             self.violate("I1", text);
         }
     }
@@ -304,7 +305,7 @@ impl World<'_> {
             if self.ends.last() != Some(&End::TakenBack) {
                 self.violate(
                     "liveness",
-                    "no event is left, and the VM is still at the source".into(),
+                    "the run has ended, and the VM is still at the source".into(),
                 );
             }
         } else if let Some(running) = lives {

@@ -75,7 +75,7 @@ pub(crate) struct Copy {
     /// present content was built.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
-    /// Whether the destination has the VM. This is true once *running* is recorded.
+    /// Whether the destination has the VM: true as soon as *running* is recorded.
     pub(crate) lives: bool,
 }
 
@@ -190,7 +190,8 @@ impl World<'_> {
         self.destination_goes_on();
     }
 
-    /// Continues the session's operation in progress. Returns false if there is none.
+    /// Continues the session's operation in progress, executes its next action, or continues to
+    /// drain old control lanes. Returns false if none of these is pending.
     fn session_goes_on(&mut self) -> bool {
         let now_ns = self.now_ns;
         let Some(session) = &mut self.destination.session else {

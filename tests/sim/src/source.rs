@@ -449,7 +449,7 @@ impl World<'_> {
             return;
         }
         let Some((number, record)) = self.source.journal.durable else {
-            // The journal has no record, so the attempt had not started.
+            // The journal has no record, so the attempt had not sent anything yet.
             self.ends.push(End::TakenOver);
             self.at(self.now_ns + MS, Event::Begin);
             return;

@@ -28,7 +28,7 @@ macro_rules! kinds {
 kinds! {
     /// Faults. The tally counts a fault only if it had an effect.
     FaultKind {
-        /// A data lane's connection dies, with some of the packets in flight.
+        /// A data lane's connection dies, and packets in flight may be lost.
         LaneCut = "lane cut";
         /// A data lane delays its data.
         LaneHeld = "lane held";
@@ -167,8 +167,7 @@ impl Tally {
         sum(&mut self.passages, &other.passages);
     }
 
-    /// Kinds of faults and outcomes that occurred in fewer than `percent` of
-    /// the runs.
+    /// Kinds of faults and outcomes that occurred in less than `percent` per cent of the runs.
     #[must_use]
     pub fn rarer_than(&self, percent: u64) -> Vec<String> {
         let rare = |count: Option<&u64>| count.copied().unwrap_or(0) * 100 < self.runs * percent;

@@ -28,7 +28,7 @@ impl World<'_> {
     /// Admits or refuses a lane.
     pub(super) fn admit(&mut self, connection: usize, attempt: u32, number: u16) {
         let session = self.destination.session.as_mut().filter(|session| {
-            // A lane of another attempt lacks the secret.
+            // This replaces the lane's proof: a lane of another attempt has another secret.
             session.attempt == attempt && session.copy.is_some()
         });
         let Some(session) = session else {

@@ -151,7 +151,8 @@ impl World<'_> {
         }
     }
 
-    /// Closes the lanes, joins their threads and drops the destination's copy.
+    /// Closes the lanes, joins their threads, drops the destination's copy and releases its disks
+    /// and devices.
     fn discard(&mut self) {
         let session = self.session();
         session.copy = None;

@@ -233,7 +233,8 @@ impl World<'_> {
         repeats
     }
 
-    /// Sends *cancel* and closes the control lane, because the source abandons the migration attempt.
+    /// Sends *cancel* and closes the control lane, because the source abandons the migration
+    /// attempt.
     pub(super) fn farewell(&mut self) {
         self.source_says(Message::Cancel {
             fault: dunlin_proto::fault::FaultCode::Cancelled,

@@ -24,7 +24,7 @@ impl World<'_> {
         }
     }
 
-    /// The tunnel has read from the socket, so the application at the other end can send more.
+    /// The tunnel has read from the socket, so the program that owns the socket can send more.
     pub(super) fn says_more(&mut self, index: usize, side: usize) {
         let socket = &mut self.channels[index].sockets[side];
         if !socket.says && !socket.at_end() && socket.over.is_none() {

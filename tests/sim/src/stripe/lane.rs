@@ -95,7 +95,10 @@ impl World<'_> {
     /// Side 0 opens a lane on which side 1 sends.
     pub(super) fn open_lane_for(&mut self, side: usize, number: u16) {
         if side != 0 || !self.opened_for.insert(number) {
-            return self.broken("lanes", format!("side {side} opens lane {number} again"));
+            return self.broken(
+                "lanes",
+                format!("side {side} opens lane {number} again, or is not side 0"),
+            );
         }
         let for_ns = self.plan.latency_ns * 2 + self.moment();
         self.after(for_ns, Event::LaneConnectedFor(number));
@@ -124,7 +127,10 @@ impl World<'_> {
         let (side, number) = (self.lanes[lane].from, self.lanes[lane].number);
         let is_awaited = self.sides[side].is_awaited(number);
         if is_awaited != self.sides[side].lane_established(number, self.now_ns) {
-            return self.broken("lanes", format!("lane {number} is awaited: {is_awaited}"));
+            return self.broken(
+                "lanes",
+                format!("lane {number} is awaited: {is_awaited}; established: the opposite"),
+            );
         }
         if is_awaited {
             self.lanes[lane].waits = true;
@@ -331,7 +337,7 @@ impl World<'_> {
         self.after(0, Event::Arrives(lane));
     }
 
-    /// The connection breaks: some packets in flight arrive, and each side detects that
+    /// The connection breaks: some packets in flight arrive, and each side detects the break
     /// independently.
     pub(super) fn cut(&mut self, lane: usize) {
         let keep = self.random.below(self.lanes[lane].packets.len() as u64 + 1);
@@ -410,7 +416,7 @@ impl World<'_> {
             self.sides[1 - one.from].admitted_over(one.number);
         }
         if !one.sender_over {
-            // The report on the control lane may arrive before this event.
+            // *lane lost* may arrive on the control lane before this event.
             let latency_ns = self.plan.latency_ns;
             let for_ns = self.random.between(latency_ns, latency_ns * 3);
             self.after(for_ns, Event::SenderNotices(lane));

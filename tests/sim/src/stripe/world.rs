@@ -14,7 +14,8 @@ use crate::check::Violation;
 use crate::plan::MS;
 use crate::random::Random;
 
-/// A run that takes longer than this virtual time is treated as hanging.
+/// The virtual time after which a run is stopped. A channel that has not ended by then is a
+/// violation.
 const LONGEST_NS: u64 = 400_000 * MS;
 
 /// Statistics of one run, or of many.
@@ -442,7 +443,7 @@ impl<'a> World<'a> {
         let until_ns = self.now_ns + strike.for_ns;
         let timeout_ns = Timeouts::default().alone_ns;
         match strike.kind {
-            // Cut the lane while a thread buffers a piece, which is the most critical moment.
+            // Cut a lane while its thread buffers a piece, which is the most critical moment.
             StrikeKind::LaneCut if self.random.chance(40) => self.cut_at_next_keep = true,
             StrikeKind::LaneCut => self.on_lane(|world, lane| world.cut(lane)),
             StrikeKind::LaneSwallowed => self.on_lane(|world, lane| world.swallow(lane)),

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use dunlin_sim::Violation;
 
 pub(crate) const THREADS: usize = 2;
-/// Seeds that a thread takes at a time.
+/// The number of seeds that a thread takes at a time.
 const BATCH: u64 = 64;
 
 /// A number from the environment.
 pub(crate) fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().expect("a number"))
+    Some(text.parse().expect("the value is not a number"))
 }
 
 /// Runs the seeds from 0 to `seeds - 1`; returns the sum of their tallies, or the lowest failing
