@@ -27,7 +27,7 @@ pub fn kvm() -> bool {
 /// Returns what was fetched from Debian, or `None` if the host has no network or is not Debian.
 ///
 /// # Panics
-/// Fetching failed for another reason, or the environment has `CI=true`.
+/// Fetching failed for another reason, or for any reason if the environment has `CI=true`.
 pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
     match found {
         Err(error @ (DebianError::Fetch { .. } | DebianError::NotDebian(_))) => {

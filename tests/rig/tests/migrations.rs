@@ -1,5 +1,5 @@
-//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives. This is the
-//! reference for tests in which Dunlin carries the migration.
+//! QEMU migrates the bare guest and Linux between two hosts without Dunlin, and every page arrives.
+//! This is the reference for tests in which Dunlin carries the migration.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -163,7 +163,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     source.forget_lines();
     source.next_beat().unwrap();
     let status = source.qmp().execute("query-migrate", json!({})).unwrap();
-    assert_eq!(status["status"], "active", "the line was lost too late");
+    assert_eq!(status["status"], "active", "the link lost packets too late");
     pair.link.set_rate(None).unwrap();
     pair.link.restore().unwrap();
     machine::finish(&mut source, "source").unwrap();
@@ -196,7 +196,7 @@ fn a_changed_byte_is_found_by_us_and_by_the_guest() {
         migrate(&mut source, &mut destination, &migration).unwrap();
     });
     let place = source.first_difference(&mut destination).unwrap();
-    let page = place.expect("a byte was changed") / 4096 - 0x400;
+    let page = place.expect("no difference, although a byte was changed") / 4096 - 0x400;
     destination.resume().unwrap();
     match destination.check_pages() {
         Err(MachineError::Wrong { page: found, .. }) => assert_eq!(found, page),

@@ -145,8 +145,8 @@ fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
         move_and_check(&setup, &migration);
         relay.forwarded(1)
     };
-    // Usually the near side sends on this lane. If the first lane that the far side requests is
-    // opened earlier, the far side sends on it instead, so try three times.
+    // Usually the near side sends on the delayed lane. If the first lane that the far side requests
+    // is opened earlier, that lane is delayed instead, so try three times.
     let late: Vec<_> = std::iter::repeat_with(carried).take(3).collect();
     assert!(
         late.iter().any(|bytes| *bytes > Some(64 << 10)),
@@ -173,13 +173,13 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
-/// Waits until a data lane has carried another 512 KiB.
+/// Waits until a data lane has carried 512 KiB more than any data lane has carried so far.
 fn carries(pair: &Pair) {
     let relay = pair.relay.as_ref().unwrap();
     relay.wait_busy(relay.busiest() + (512 << 10), None);
 }
 
-/// A failed migration leaves the guest running on the source, and the next one succeeds.
+/// A failed migration leaves the guest running at the source, and the next migration succeeds.
 #[test]
 fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
     let Some(setup) = guest() else { return };

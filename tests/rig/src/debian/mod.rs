@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! target/rig/debian/
-//!     apt/bookworm/        a private apt: configuration, lists, empty package status
+//!     apt/RELEASE/         a private apt: configuration, lists, empty package status
 //!     bare/RELEASE-NAMES/  a Debian with these packages, for tests of other packages
 //!     roots/SUITE-NAMES/   packages and everything they depend on, unpacked
 //!     kernels/VERSION/     a kernel, its configuration and modules, unpacked

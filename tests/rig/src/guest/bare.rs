@@ -15,7 +15,10 @@ const FIRST: u64 = 0x40_0000;
 
 pub(super) fn image(workload: &Workload) -> Vec<u8> {
     let end = FIRST + workload.pages * 4096;
-    assert!(end <= u64::from(workload.memory_mib) << 20, "{workload:?}");
+    assert!(
+        end <= u64::from(workload.memory_mib) << 20,
+        "the pages do not fit into the memory: {workload:?}"
+    );
     let mut image = IMAGE.to_vec();
     let mark = image
         .windows(MARK.len())

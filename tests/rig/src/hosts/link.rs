@@ -76,7 +76,10 @@ impl Link {
     pub fn new(first: &Host, second: &Host, options: &LinkOptions) -> Result<Self, HostsError> {
         static NEXT: AtomicU8 = AtomicU8::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        assert!(number < 251, "addresses are numbered by one byte");
+        assert!(
+            number < 251,
+            "more than 250 links: an address has one byte for the link"
+        );
         let end = |host: &Host, last: u8| End {
             namespace: host.namespace().to_owned(),
             interface: format!("link{number}"),
@@ -322,7 +325,7 @@ impl Link {
     /// # Panics
     /// The link has a delay, or does not connect this host.
     pub fn count(&self, host: &Host, words: HashSet<u64>) -> Result<Wire, HostsError> {
-        assert!(self.delay.is_none(), "the packets of a TUN device differ");
+        assert!(self.delay.is_none(), "cannot count on a link with a delay");
         Wire::start(host, &self.end(host).interface, words)
     }
 

@@ -229,7 +229,7 @@ fn segment(frame: &[u8]) -> Packet<'_> {
             0x0806 => return Some(Packet::Resolution),
             _ => return None,
         };
-        // A host announces its multicast groups in ICMPv6 behind an extension header.
+        // A host announces its multicast groups in ICMPv6 after an extension header.
         let is_group = protocol == HOP_BY_HOP && frame.get(ip + header) == Some(&ICMPV6);
         if protocol == ICMPV6 || is_group {
             return Some(Packet::Resolution);

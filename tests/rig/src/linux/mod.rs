@@ -1,5 +1,6 @@
-//! Kernel interfaces that only tests use, one file each: allocations, namespaces, TUN devices,
-//! captures, swapping, signals during system calls. Contains the only `unsafe` code of the tests.
+//! Interfaces that only tests use, one file each: a counting allocator, and the kernel's
+//! namespaces, TUN devices, captures, swapping and signals during system calls. Contains the only
+//! `unsafe` code of the tests.
 
 pub mod allocations;
 pub mod interrupt;

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 /// The value of `SO_RCVBUFFORCE` in bytes. The buffer must be large enough for the packets that a
 /// test sends before it reads them.
 const ROOM: libc::c_int = 128 << 20;
-/// Longer than any frame, including unsegmented ones.
+/// The size of the buffer for a frame, in bytes. No frame is longer, even if it is unsegmented.
 const LONGEST: usize = 128 << 10;
 
 /// A socket on one interface of the network namespace in which it was opened.
@@ -27,8 +27,8 @@ impl AsFd for Packets {
 /// A frame with its Ethernet header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Whether this host sent the frame. If so, the frame has the form in which it left the host,
-    /// after encryption and segmentation.
+    /// Whether this host sent the frame. If so, the frame has the form in which the kernel passed
+    /// it to the interface, after any encryption and segmentation.
     pub outgoing: bool,
     /// The complete frame.
     pub bytes: Vec<u8>,

@@ -65,8 +65,8 @@ impl Credentials {
     }
 }
 
-/// The files of hosts with these names, from one new authority: names and contents. Each host has
-/// one certificate for both roles.
+/// For each of two hosts with these names: the names and contents of its files. A new authority
+/// issues both hosts' certificates. Each host has one certificate for both roles.
 pub(crate) fn of_hosts(names: [&str; 2]) -> [Vec<(&'static str, String)>; 2] {
     let authority = Authority::new();
     names.map(|name| {

@@ -22,7 +22,7 @@ pub struct Migration {
     /// The folder with the certificates of both sides ([`super::Credentials`]), and the
     /// destination's name that the source verifies.
     pub tls: Option<(PathBuf, String)>,
-    /// The limit in bytes per second; `None` for no limit.
+    /// The bandwidth limit in bytes per second; `None` for no limit.
     pub bandwidth: Option<u64>,
     /// The source begins the switchover when the downtime that it predicts is at most this long.
     pub downtime_limit: Duration,
@@ -139,8 +139,8 @@ pub fn begin(
     source
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
-    // This also skips events of earlier migrations, because QEMU reports the failure of some
-    // migrations twice.
+    // This also skips events of earlier migrations. QEMU reports the failure of some migrations
+    // twice, and `finish` must not treat the second report as the end of this migration.
     source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "setup"
     })?;
@@ -150,7 +150,7 @@ pub fn begin(
 /// Waits until a machine's migration has ended; `side` is used in the error.
 ///
 /// # Errors
-/// The migration did not complete, or does not end.
+/// The migration did not complete, or did not end within [`TIMEOUT`].
 pub fn finish(machine: &mut Machine, side: &'static str) -> Result<(), MachineError> {
     let ends = ["completed", "failed", "cancelled"];
     let event = machine.qmp().wait_event(TIMEOUT, |name, data| {

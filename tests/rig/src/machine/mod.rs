@@ -98,7 +98,7 @@ pub enum MachineError {
     /// The machine did not answer as expected.
     #[error("an error on QEMU's control socket")]
     Qmp(#[from] QmpError),
-    /// QEMU failed a command: it refused, did not answer, or ended.
+    /// A command failed: QEMU refused it, did not answer, or ended.
     #[error("{command} failed; QEMU {state}\nmessages: {messages:?}")]
     Command {
         /// The command's name.

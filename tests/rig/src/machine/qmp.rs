@@ -44,8 +44,8 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to the socket once it exists, and enters command mode. Stops waiting if `ended`
-    /// reports that QEMU has exited.
+    /// Connects to the socket as soon as it exists, and enters command mode. Stops waiting if
+    /// `ended` reports that QEMU has exited.
     ///
     /// # Errors
     /// QEMU exited, the time limit expired, or another program listens there.
