@@ -133,7 +133,7 @@ pub fn patient() -> destination::Options {
         .unwrap()
 }
 
-/// Limits short enough for a test, and a rate that makes the migration last long enough.
+/// Limits short enough for a test, and a rate so low that a test can inject faults in time.
 pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
     source::Options::builder()
         .lanes(lanes)

@@ -26,7 +26,7 @@ pub const MIB: u64 = 1 << 20;
 pub const LOW_BYTES: u64 = 32 * MIB;
 pub const HOLE: Range<u64> = 4 * MIB..28 * MIB;
 pub const HUGE_BYTES: u64 = 32 * MIB;
-/// The header of each section in the stream: name, number, version and length.
+/// The size of a section's header in the stream. A header has name, number, version and length.
 const HEADER_BYTES: u64 = 32;
 pub const SECTION_BYTES: u64 = MIB;
 
@@ -167,7 +167,8 @@ pub struct Vm {
     /// Steps that fail.
     pub fail: Vec<&'static str>,
     pub hook: Option<Hook>,
-    /// The guest's run state, and the number of steps in which it has written words ([`Self::step`]).
+    /// The guest's run state, and the number of steps in which it has written words
+    /// ([`Self::step`]).
     guest: Mutex<(RunState, u64)>,
     /// The number of sections of [`SECTION_BYTES`] in the stream of device state.
     sections: u32,

@@ -124,7 +124,7 @@ impl Before {
     }
 }
 
-/// A migration between honest peers. The VM runs at `listener` afterwards.
+/// Migrates a new VM between honest peers. It runs at the destination behind `listener` afterwards.
 pub fn good_migration(listener: TcpListener, tls: (&ClientTls, &ServerTls)) {
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);

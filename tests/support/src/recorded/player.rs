@@ -1,9 +1,9 @@
 //! Replays one side of a recorded session.
 //!
 //! The player sends a recorded message as soon as the other side has sent everything that precedes
-//! it in the recording, that is, at least as many messages of each kind. Acknowledgements, pings
-//! and pongs are not counted, because their number may differ. Unknown messages are not counted
-//! either.
+//! it in the recording, that is, on each lane at least as many messages of each kind.
+//! Acknowledgements, pings and pongs are not counted, because their number may differ. Unknown
+//! messages are not counted either.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -42,7 +42,7 @@ impl Heard {
         self.changed.notify_all();
     }
 
-    /// Waits until at least the wanted number of messages of each kind has been received.
+    /// Waits until at least the wanted number of messages of each lane and kind has been received.
     fn wait(&self, wanted: &HashMap<(u16, String), usize>, before: &str) {
         let counts = self.counts.lock().unwrap();
         let missing = |counts: &mut HashMap<(u16, String), usize>| {
@@ -160,7 +160,7 @@ pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) 
         // The session's identifier follows the features. The source in this replay has chosen it.
         let session = &offer[PRELUDE_BYTES + 16..][..SESSION_ID_BYTES];
         if entry.kind != "select" {
-            // The session's identifier is the last field of the header.
+            // The session's identifier is the last field of a control message's header.
             bytes[CONTROL_HEADER_BYTES - SESSION_ID_BYTES..CONTROL_HEADER_BYTES]
                 .copy_from_slice(session);
         }

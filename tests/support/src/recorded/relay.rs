@@ -56,7 +56,7 @@ fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<E
             kind,
             bytes: bytes.to_vec(),
         });
-        // Sending fails once the receiver has ended.
+        // Ignore an error: sending fails after the receiver has closed the connection.
         let _ = to.send(bytes);
     };
     write(log, Side::Source, kind, &bytes, &far);

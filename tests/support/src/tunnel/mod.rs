@@ -27,7 +27,7 @@ use dunlin_test_base::sockets::{accepted, with_timeout};
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
-/// The name of another peer that the far side admits.
+/// The name of a second peer that the far side admits, in addition to [`NEAR`].
 pub const OTHER: &str = "other.test";
 pub const FAR: &str = "far.test";
 pub fn identities(identity: Identity) -> Identities {

@@ -106,7 +106,7 @@ pub fn receive(control: &ControlStream) -> Result<Option<Message>, control::Cont
     Ok(message)
 }
 
-/// Reads the other side's *accept*: its secret, and the port for lanes.
+/// Receives the other side's *accept*. Returns its secret and the port for lanes.
 pub fn receive_accept(control: &ControlStream) -> (SessionSecret, u16) {
     let Some(Message::Accept { secret, port, .. }) = receive(control).unwrap() else {
         panic!("no accept")
@@ -121,7 +121,7 @@ pub fn send_message(control: &ControlStream, message: &Message) {
     control.send(&bytes).unwrap();
 }
 
-/// Opens a lane over TLS with these first bytes.
+/// Connects to a tunnel over TLS and sends `open`, which opens a lane.
 pub fn open_lane(to: SocketAddr, tls: &ClientTls, open: &LaneOpen) -> DataSender {
     let stream = TcpStream::connect(to).unwrap();
     let secured = handshake::client(stream, tls, soon()).unwrap();

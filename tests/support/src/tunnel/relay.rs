@@ -1,4 +1,4 @@
-//! A TCP relay in front of the far tunnel. It can delay, cut or swallow connections.
+//! A TCP relay in front of the far tunnel. It can delay, hold, cut, swallow or refuse connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,7 +12,8 @@ use super::TIMEOUT;
 /// How long a delayed connection keeps the bytes that it has read before it forwards them.
 const DELAY: Duration = Duration::from_millis(10);
 
-/// Forwards connections. A test can make it delay, cut or swallow them.
+/// Forwards connections until a test calls a method that delays, holds, cuts, swallows or refuses
+/// them.
 #[derive(Clone)]
 pub struct Relay {
     pub address: SocketAddr,
