@@ -71,8 +71,9 @@ fn included(file: &Path, text: &str) -> Result<String> {
         match path {
             Some(path) => {
                 let path = file.with_file_name(path);
-                whole += &fs::read_to_string(&path)
-                    .with_context(|| format!("{}: {}", file.display(), path.display()))?;
+                whole += &fs::read_to_string(&path).with_context(|| {
+                    format!("{}: cannot read {}", file.display(), path.display())
+                })?;
             }
             None => whole += line,
         }

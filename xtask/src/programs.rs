@@ -122,8 +122,8 @@ struct Ran {
 /// the others.
 ///
 /// # Errors
-/// The programs cannot be built or started, no program has a name in `ALONE`, or the suite has no
-/// programs.
+/// The programs cannot be built or started, a name in `ALONE` is not the name of a program, or the
+/// suite has no programs.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
     // Check the names, because a renamed program would otherwise run in parallel with others,

@@ -72,7 +72,8 @@ struct Hit {
 
 /// Searches, prints each occurrence, and fails if there is one.
 pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
-    let list = List::parse(&fs::read_to_string(LIST).with_context(|| LIST.to_owned())?)?;
+    let list =
+        List::parse(&fs::read_to_string(LIST).with_context(|| format!("cannot read {LIST}"))?)?;
     let workspace = [PathBuf::from(".")];
     let paths = match options.paths.as_slice() {
         [] => &workspace[..],

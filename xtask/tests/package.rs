@@ -39,7 +39,7 @@ fn ready() -> &'static Ready {
         let is_there = built.is_file();
         assert!(
             is_there,
-            "no {}: cargo build -p dunlin-cli",
+            "{} is missing: `cargo build -p dunlin-cli` builds it",
             built.display()
         );
         let mut strip = Command::new("strip");
@@ -309,7 +309,7 @@ fn purge(bare: &Bare) {
     bare.no_systemd();
 }
 
-/// Two clones in different directories give the same bytes, and the command runs on Debian 12.
+/// Two builds in different directories give the same bytes, and the command runs on Debian 12.
 #[test]
 fn two_builds_from_two_directories_are_the_same() {
     if env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {

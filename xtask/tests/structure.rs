@@ -1,5 +1,6 @@
-//! Rules of ARCHITECTURE.md, "Crates", that the compiler does not check: which crate depends on
-//! which, imports without cycles, small structs and enums, and where `unsafe` is allowed.
+//! Rules of ARCHITECTURE.md, "Crates", and of CONTRIBUTING.md that the compiler does not check:
+//! which crate depends on which, imports without cycles, the number of fields of structs and
+//! variants, and where `unsafe` is allowed.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -204,8 +205,8 @@ impl Sources {
         self.files.insert(path, source);
     }
 
-    /// Returns the files that define the item that `path` names in the file `from`, through imports
-    /// and re-exports. Returns none for a path that leads out of the crate.
+    /// Returns the files that define the item that `path` names in the file `from`. Follows imports
+    /// and re-exports. Returns no file for a path that leads out of the crate.
     fn definitions(&self, from: &[String], path: &Named) -> BTreeSet<Vec<String>> {
         let mut found = BTreeSet::new();
         self.follow(from, path, &mut Vec::new(), &mut found);
@@ -290,8 +291,8 @@ impl Sources {
         homes
     }
 
-    /// Maps each method and associated function to the files that define it. A key is the file of
-    /// the type, the type's name and the method's name.
+    /// Maps each method and associated function, except those of traits, to the files that define
+    /// it. A key is the file of the type, the type's name and the method's name.
     fn methods(&self) -> BTreeMap<(Vec<String>, String, String), BTreeSet<Vec<String>>> {
         let mut methods = BTreeMap::<_, BTreeSet<_>>::new();
         for (file, source) in &self.files {
@@ -345,7 +346,8 @@ impl Sources {
 /// The files that a file uses, each with the paths by which the file names it.
 type Uses = BTreeMap<Vec<String>, BTreeSet<String>>;
 
-/// Whether the attributes include `#[cfg(test)]`, `#[cfg(any(test, …))]` or `#[cfg(all(test, …))]`.
+/// Whether a `cfg` attribute contains the word `test`, as in `#[cfg(test)]` and
+/// `#[cfg(any(test, …))]`.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
@@ -385,7 +387,8 @@ struct Source {
     /// Every path in its code, and every import that is not a re-export.
     used: Vec<Named>,
     reexported: Vec<Named>,
-    /// Methods and associated functions that the file defines, each with its type.
+    /// Methods and associated functions that the file defines, except those of traits, each with
+    /// its type.
     methods: Vec<(Named, String)>,
     /// Calls `self.method()`, `Self::function()` and `Type::function()`, each with the type.
     calls: Vec<(Named, String)>,
@@ -666,8 +669,8 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 /// A call of a method on `self` counts as a use of the file that defines the method, which need not
 /// be the file of the type.
 ///
-/// This test detects neither methods that are called on other values, because syn does not resolve
-/// types, nor `macro_rules!` macros that are used without a path.
+/// This test detects neither calls of methods on other values, because syn does not resolve types,
+/// nor uses of `macro_rules!` macros without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
     // Check that an import by an absolute path is found.
@@ -814,6 +817,11 @@ fn crates_without_unsafe_forbid_it() {
         let may = WITH_UNSAFE
             .iter()
             .any(|place| Path::new(place).starts_with(directory));
-        assert_eq!(forbids, !may, "{}: #![forbid(unsafe_code)]", path.display());
+        assert_eq!(
+            forbids,
+            !may,
+            "{}: left: has #![forbid(unsafe_code)]; right: must have it",
+            path.display()
+        );
     }
 }

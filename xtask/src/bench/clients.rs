@@ -1,5 +1,5 @@
-//! The clients of `cargo xtask bench status`, in a process of their own, so that the kernel can schedule
-//! all of them as idle.
+//! The clients of `cargo xtask bench status`, in a process of their own. If they are hostile, the
+//! kernel schedules this process as idle.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -17,7 +17,7 @@ use clap::Args;
 /// The numbers of hostile clients of each kind: clients that ask for metrics, that send random bytes,
 /// that send a wrong `Host`, and that do not read the answer.
 const HOSTILE: [usize; 4] = [8, 4, 4, 20];
-/// The time limit of a connection.
+/// The time limit for connecting, and for each read and write.
 const LIMIT: Duration = Duration::from_secs(10);
 /// How long a client that does not read keeps its connection open. `serve-status` closes it earlier.
 const STAY: Duration = Duration::from_secs(15);
@@ -37,12 +37,13 @@ pub struct ClientsOptions {
     statuses: PathBuf,
 }
 
-/// The number of answers of `serve-status`.
+/// The number of answers of `serve-status`. The two answers that [`scrape`] reads count as one.
 static ANSWERS: AtomicU64 = AtomicU64::new(0);
 /// The number of answers of status sockets.
 static STATUSES: AtomicU64 = AtomicU64::new(0);
 
-/// Starts the clients. Prints both numbers for each line on standard input, until its end.
+/// Starts the clients. For each line on standard input, prints [`ANSWERS`] and [`STATUSES`].
+/// Returns at the end of the input.
 pub(super) fn run(options: &ClientsOptions) -> Result<()> {
     match options.hostile {
         false => scrape(options.address),

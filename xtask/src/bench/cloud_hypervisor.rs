@@ -44,7 +44,8 @@ impl<'a> Way<'a> {
 /// Starts a guest and migrates it once. `content` is a file with the memory of a guest that writes
 /// no pages.
 pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>) -> Result<Moved> {
-    let program = &program().context("set CLOUD_HYPERVISOR to the path of its binary")?;
+    let program =
+        &program().context("the variable CLOUD_HYPERVISOR (path of the binary) is not set")?;
     let scratch = Scratch::try_new().context("cannot create a scratch folder")?;
     let image = scratch.join("bare.elf");
     fs::write(&image, bare_image(workload)).context("cannot write the guest's image")?;

@@ -43,7 +43,7 @@ pub(super) enum Variant {
 }
 
 impl Variant {
-    /// Whether the variant is a tunnel: two programs beside the hypervisors that carry bytes from one
+    /// Whether the variant is a tunnel: two programs that carry the hypervisors' bytes from one
     /// host to another, encrypted and authenticated.
     pub(super) fn is_tunnel(self) -> bool {
         !matches!(

@@ -151,7 +151,7 @@ pub(super) fn run(options: &EvacuateOptions) -> Result<()> {
     let mut progress = options.output.progress(steps);
     let measured = turns::rounds(options.rounds, &turns, |turn| {
         let kind = kinds.iter().find(|(_, name)| name == *turn);
-        let (kind, _) = kind.context("the turns are the kinds")?;
+        let (kind, _) = kind.context("a turn does not name a kind of guest")?;
         bench.compare(*kind, &mut results, &mut progress)
     });
     drop(progress);
@@ -167,7 +167,8 @@ struct Bench<'a> {
 /// The measurements of one evacuation.
 struct Measured {
     total_s: f64,
-    /// CPU time of the guests' processes, of the destination and of stunnel.
+    /// CPU time of all processes of the evacuation: the guests at the source, the process at the
+    /// destination, and stunnel.
     cpu_s: f64,
     vms: Vec<Moved>,
 }
@@ -290,7 +291,7 @@ impl Bench<'_> {
         line.detail("last_round", vms).add();
     }
 
-    /// Starts all guests and lets them leave.
+    /// Starts all guests and migrates them.
     fn evacuate(&self, kind: Kind, variant: Variant) -> Result<Measured> {
         let scratch = Scratch::try_new().context("cannot create a scratch folder")?;
         let count = self.options.guests;
@@ -306,8 +307,8 @@ impl Bench<'_> {
         let of_stunnels = stunnels.iter().flat_map(Stunnels::ids);
         let mut ids: Vec<u32> = of_stunnels.chain(guests.iter().map(Process::id)).collect();
         ids.push(destination.id());
-        // The process of a guest that has left is a zombie until it is dropped, so /proc still has its
-        // CPU time.
+        // A guest's process ends when the guest has left. It stays a zombie until its `Process` is
+        // dropped, so /proc still has its CPU time.
         let cpu = || {
             ids.iter()
                 .map(|id| process::cpu_s(*id))

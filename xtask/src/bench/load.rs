@@ -63,7 +63,7 @@ pub(super) fn bulk(
     let cpu_s = pair.cpu_s()? - cpu_s;
     for (near, far) in channels {
         drop(far);
-        // The channel stays open until the end of stream has arrived.
+        // Wait for the end of stream from the far side: until it arrives, the channel is open.
         (&near)
             .read_to_end(&mut Vec::new())
             .context("cannot read the end of the stream")?;
@@ -97,7 +97,7 @@ fn receive(mut stream: &Stream, bytes: u64) -> Result<()> {
     }
 }
 
-/// Measures the duration of each of a number of round trips.
+/// Measures the duration of each of `count` round trips.
 pub(super) fn trips(
     site: &Site,
     pair: &Pair,

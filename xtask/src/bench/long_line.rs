@@ -1,14 +1,15 @@
 //! `cargo xtask bench long-line`: migrations over a network path with a long round trip.
 //!
-//! Source and destination are two network namespaces. A thread delays the packets between them by
-//! half of the round trip, so TCP sees a path ("line") with a long round trip. The guest is idle,
-//! and each lane is paced by the kernel, so the path's capacity is the same at every round trip.
-//! The benchmark measures the rate of the first pass, and the duration of the whole migration.
+//! Source and destination run in two network namespaces. A thread delays the packets between them
+//! by half of the round trip, so TCP sees a path ("line") with a long round trip. The guest is
+//! idle, and each lane is paced by the kernel, so the path's capacity is the same at every round
+//! trip. The benchmark measures the rate of the first pass, and the duration of the whole
+//! migration.
 //!
-//! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's
-//! own figures show which buffer limits a lane: for how much of the time with data to send the
-//! peer's receive window was full (`tcpi_rwnd_limited`, tcp(7)), and for how much of it the lane's
-//! own send buffer (`tcpi_sndbuf_limited`).
+//! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. Two figures
+//! of the kernel show which buffer limits a lane. Both are parts of the time in which the lane has
+//! data to send: in one part the peer's receive window is full (`tcpi_rwnd_limited`, tcp(7)), in
+//! the other the lane's own send buffer is full (`tcpi_sndbuf_limited`).
 
 use std::fmt;
 use std::fs;
@@ -132,7 +133,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
     measured
 }
 
-/// What all migrations share: the program and the certificates.
+/// What all migrations share: the options, the program and the certificates.
 struct Bench<'a> {
     options: &'a LongLineOptions,
     files: Files,
@@ -240,7 +241,7 @@ impl Held {
             text.split_whitespace()
                 .filter_map(|field| field.strip_prefix(name)?.split_once("ms"))
                 .filter_map(|(milliseconds, _)| milliseconds.parse::<f64>().ok())
-                // The sum of no numbers would be -0.
+                // Without numbers, `sum` would return -0.
                 .fold(0.0, |sum, one| sum + one)
         };
         Self {

@@ -15,16 +15,16 @@ use dunlin_bench::process;
 use super::ends::{Ends, Site, Stream, TIMEOUT, Variant};
 use super::program;
 
-/// The line that an end prints when it accepts connections.
+/// The line that an end prints as soon as it listens.
 pub(super) const LISTENING: &str = "listening";
 
-/// The text that `sshd` logs on standard error when it accepts connections.
+/// The text that `sshd` logs on standard error as soon as it listens.
 const SSHD_LISTENING: &str = "Server listening on ";
 
 /// The cipher of OpenSSH's connection.
 const SSH_CIPHER: &str = "aes256-gcm@openssh.com";
 
-/// Two processes, and the addresses on which they accept connections.
+/// The processes of a variant, and the addresses to which the near hypervisor connects.
 pub(super) struct Pair {
     pub(super) variant: Variant,
     processes: Vec<Process>,
@@ -97,8 +97,8 @@ impl Process {
         self.0.id()
     }
 
-    /// The process, the children of its first thread, and likewise the children of each of these.
-    /// `sshd` serves a connection in a child.
+    /// The process and all descendants that their parent's first thread has started. `sshd` serves
+    /// a connection in a child.
     fn family(&self) -> Result<Vec<u32>> {
         let mut family = vec![self.id()];
         let mut next = 0;
@@ -314,7 +314,7 @@ impl Pair {
             "IdentitiesOnly=yes",
             "IdentityAgent=none",
             "ExitOnForwardFailure=yes",
-            // ssh runs this command once its forwarded sockets listen.
+            // ssh runs this command as soon as its forwarded sockets listen.
             "PermitLocalCommand=yes",
             &*format!("LocalCommand=echo {LISTENING}"),
         ] {

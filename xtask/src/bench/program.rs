@@ -56,8 +56,8 @@ pub(super) struct OpenSsh {
     pub(super) config: String,
 }
 
-/// Returns the installed OpenSSH, or, if it has no server, Debian's package. For the
-/// package, writes scripts that run its programs to `folder`.
+/// Returns the installed OpenSSH, or, if it has no server, Debian's package. In the second case,
+/// writes into `folder` a script for each program, which runs the program.
 pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     // The server is not in the path of every user, and starts only if it is called by its full
     // path.
@@ -121,8 +121,9 @@ const UNPRIVILEGED: &str = "65534";
 /// Returns a command that runs OpenSSH's server, and the name of the user that can log in. This is
 /// the user that the server runs as.
 ///
-/// As root, the server would need a user and a folder that only an installed package has. In a user
-/// namespace it therefore runs as another user, but still owns root's files.
+/// As root, the server would need a user and a folder that only an installed package creates. If
+/// this process is root, the server therefore runs in a user namespace, in which another user owns
+/// root's files.
 pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {
     let user = user_name(&[])?;
     if user != "root" {

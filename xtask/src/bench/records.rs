@@ -29,7 +29,8 @@ pub(super) fn provider() -> Provider {
     fastest::auto().provider
 }
 
-/// Reads bytes until their end, and writes them in records, each as full as the read allows.
+/// Reads bytes until the end of the stream, and writes them in records, each as full as the read
+/// allows.
 pub(super) fn seal(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut half = SealHalf::new(provider(), SUITE, &KEY, IV, 0)?;
     let mut records = vec![0; RECORDS * RECORD_BYTES];

@@ -1,9 +1,9 @@
 //! `cargo xtask bench status`: what the observers of Dunlin cost beside a benchmark of lanes, and what
 //! hostile clients of the observers cost.
 //!
-//! Two tunnels with a channel and a VM that migrates publish their status in all variants, so the
-//! variants differ only by what reads it. In each round `dunlin bench lanes` runs once beside each
-//! variant.
+//! In all variants, two tunnels with one channel, and a VM that migrates, publish their status. The
+//! variants differ only in the programs that read it. In each round `dunlin bench lanes` runs once
+//! beside each variant.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -54,7 +54,7 @@ const VARIANTS: [Variant; 3] = [Variant::None, Variant::Observers, Variant::Host
 const LANES: u16 = 8;
 /// The time between the start of the observers and the measurement.
 const SETTLE: Duration = Duration::from_secs(2);
-/// The number of bytes that the channel carries in each [`PERIOD`]: 8 MiB/s.
+/// The number of bytes that the channel carries in each [`PERIOD`]. Its rate is thus 8 MiB/s.
 const PIECE_BYTES: usize = 1 << 20;
 const PERIOD: Duration = Duration::from_millis(125);
 
@@ -105,7 +105,7 @@ fn compare(
         turns.push((variant, turn.with_context(|| name(&variant))?));
     }
     let none = turns.iter().find(|(variant, _)| *variant == Variant::None);
-    let (_, none) = none.context("each round has all variants")?;
+    let (_, none) = none.context("the round has no turn without observers")?;
     for (variant, turn) in &turns {
         let line = results.line("status", &name(variant)).with("lanes", 2);
         let mut line = line.with("cpus", cpus);
@@ -271,7 +271,7 @@ impl Observed {
         })
     }
 
-    /// The figures since the processes began.
+    /// The CPU times and the numbers of answers since the processes began.
     fn used(&self, observers: Option<&mut Observers>) -> Result<Used> {
         let vm = self.vm.iter().map(vm::Process::id);
         let observed_s = cpu_s(self.pair.ids().chain(vm))?;
@@ -344,7 +344,7 @@ fn top(site: &Site) -> Result<pair::Process> {
     top.env("TERM", "xterm-256color");
     top.stdin(end.try_clone()?).stdout(end.try_clone()?);
     let process = pair::Process(top.stderr(end).spawn().context("cannot start setsid")?);
-    // Close this process's copies of the other end. Reading from the terminal then fails once
+    // Close this process's copies of the other end, so that reading from the terminal fails after
     // `dunlin top` has ended.
     drop(top);
     terminal

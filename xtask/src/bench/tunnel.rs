@@ -208,7 +208,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     measured
 }
 
-/// Starts the ends of each variant, except of a proxy that cannot be built.
+/// Starts the ends of each variant. Leaves the Go proxy out if there is no Go compiler.
 fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
     let mut pairs = Vec::new();
     for &variant in &options.variants {

@@ -113,7 +113,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // The process may have ended on its own.
+        // Ignore an error: kill(2) fails only if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

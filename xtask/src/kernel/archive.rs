@@ -53,8 +53,8 @@ impl Archive {
     }
 
     /// Adds the host's folder `source` as `path`, with everything in it that `wanted` accepts;
-    /// `wanted` receives paths relative to `source`. Other types of files, such as devices and
-    /// sockets, are left out.
+    /// `wanted` receives paths relative to `source`. Devices, sockets and other special files are
+    /// left out.
     ///
     /// # Errors
     /// The folder cannot be read.
@@ -114,8 +114,8 @@ impl Archive {
                     .or_insert(Entry::Folder);
             }
         }
-        // Keep a link of the layout. A package may contain a folder of the same name; the folder's
-        // contents then follow the link.
+        // Keep an existing link, such as `bin` to `usr/bin`. If a package contains a folder of the
+        // same name, the folder's contents then go to the link's target.
         if let (Entry::Folder, Some(Entry::Link(_))) = (&entry, self.entries.get(path)) {
             return;
         }

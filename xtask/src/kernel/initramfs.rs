@@ -32,8 +32,8 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
         }
     }
     for package in packages {
-        // Unpack each package into its own folder, because tests need many combinations of
-        // packages.
+        // Request each package on its own: the cache has a folder for each request, and tests need
+        // many combinations of packages.
         let root = debian::packages(SUITE, &[package])?;
         archive.tree("", &root, &is_for_programs)?;
     }
@@ -166,7 +166,7 @@ fn is_for_programs(path: &Path) -> bool {
     !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Excludes modules that the machine or the tests do not use. They are three quarters of all
+/// Excludes modules that neither the machine nor the tests use. They are three quarters of all
 /// modules, and an emulated CPU would take seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {

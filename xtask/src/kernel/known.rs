@@ -57,9 +57,9 @@ pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     }
 }
 
-/// Implements [`previous`]. `cached` is sorted, the newest last. Only the newest
-/// kernel is compared with kernels of other series. The others are compared only within their own
-/// series, because another series can pass for unrelated reasons.
+/// Implements [`previous`]. `cached` is sorted, the newest last. The newest kernel
+/// ([`Which::Newest`]) is compared with kernels of any series. The other kernels are compared only
+/// with kernels of their own series, because another series can pass for unrelated reasons.
 fn choose<'a>(
     which: &Which,
     failed: &str,
@@ -81,7 +81,7 @@ fn series(version: &str) -> Vec<&str> {
     version.split('.').take(2).collect()
 }
 
-/// Versions that passed.
+/// The versions under which tests have passed.
 fn passed() -> Result<Vec<String>> {
     match fs::read_to_string(path()) {
         Ok(text) => Ok(text.lines().map(str::to_owned).collect()),

@@ -70,11 +70,14 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`. A test
-    /// with [`Under::Named`] runs only if tests were named. If kernels were named, every other test
-    /// runs under each of them. Otherwise the kernel of the previous
-    /// Debian release runs only its own tests, and the newest and the oldest kernel run the others.
-    /// Tests for only one of these two kernels run under the other one too if tests were named.
+    /// Whether a test that is meant for the kernels `under` runs under the kernel `which`.
+    ///
+    /// - A test with [`Under::Named`] runs under every kernel if tests were named, and otherwise
+    ///   under none.
+    /// - If kernels were named, every other test runs under each of them.
+    /// - Otherwise the tests with [`Under::Former`] run only under the kernel of the previous
+    ///   Debian release, and the remaining tests under the newest and the oldest kernel. A test for
+    ///   only one of these two kernels runs under both if tests were named.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             (_, Under::Named) => !self.tests.is_empty(),
@@ -190,7 +193,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // Run the boots in parallel, because each uses little more than one core.
+    // Run the kernels in parallel, because a boot uses little more than one core.
     let rig = &rig;
     let tallies = thread::scope(|scope| {
         let runs: Vec<_> = runs

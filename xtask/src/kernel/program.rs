@@ -58,7 +58,8 @@ pub enum Under {
     Oldest,
     /// Any, but only if the command names the test.
     Named,
-    /// The older kernel of the previous Debian release.
+    /// The kernel of the previous Debian release, which is older than the oldest supported
+    /// one.
     Former,
 }
 
@@ -109,7 +110,9 @@ pub fn build(names: &[&str]) -> Result<Vec<Program>> {
             .output()
             .with_context(|| format!("cannot run {}", path.display()))?;
         let needs: Needs = serde_json::from_slice(&described.stdout).with_context(|| {
-            format!("tests/kernel/src/bin/{name}.rs does not call dunlin_kernel_tests::run")
+            format!(
+                "{name} --describe prints no requirements (dunlin_kernel_tests::run prints them)"
+            )
         })?;
         if !(1..=5).contains(&needs.cpus) {
             bail!("{name} needs {} CPUs, out of range (1–5)", needs.cpus);
@@ -207,7 +210,7 @@ fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>>
 /// Returns a wrapper of the compiler for this workspace's crates, which links programs with the
 /// static C library. The alternative `cargo rustc -- FLAGS` builds one program at a time, and takes
 /// a second to check a program that has not changed. Cargo uses the crate name `___` to query the
-/// compiler's features.
+/// compiler's features; the wrapper does not change these calls.
 fn compiler() -> Result<PathBuf> {
     const SCRIPT: &str = "#!/bin/sh
 case \" $* \" in

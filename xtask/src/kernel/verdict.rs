@@ -6,8 +6,8 @@ use std::time::Duration;
 /// A test's exit code for "skipped", as in automake.
 const SKIPPED: &str = "77";
 
-/// The bits of /proc/sys/kernel/tainted that a kernel sets after a fault: bad page, machine
-/// check, died (oops), warning, soft lock-up
+/// The bits of /proc/sys/kernel/tainted that a kernel sets after a fault: machine check, bad
+/// page, died (oops), warning, soft lock-up
 /// (Documentation/admin-guide/tainted-kernels.rst).
 const TROUBLE: u64 = 1 << 4 | 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
 
@@ -38,7 +38,7 @@ pub enum Said {
         /// Its name.
         name: String,
         /// The test's exit code, "late" if it was killed at its time limit, or "changed" if it
-        /// succeeded but left the machine changed.
+        /// passed or was skipped, but left the machine changed.
         code: String,
         /// The kernel's taint flags.
         taint: u64,

@@ -31,8 +31,8 @@ pub struct Files {
     pub archive: PathBuf,
 }
 
-/// Writes the archives of `tree` into the directory `out`. Adds compressed pages, sizes and
-/// checksums to the tree.
+/// Writes the archives of `tree` into the directory `out`. Compresses the manual and some documents
+/// in the tree, and adds the installed size and the checksums.
 ///
 /// # Errors
 /// A file cannot be written, a program fails, or this process lacks the permission to create a mount

@@ -91,7 +91,10 @@ pub fn of_the_command() -> Result<String> {
             }
         }
     }
-    ensure!(!list.is_empty(), "the command has no dependencies");
+    ensure!(
+        !list.is_empty(),
+        "cargo metadata lists no crates that are linked into the command"
+    );
     let mut all = format!(
         "The command dunlin contains these crates and the standard library of Rust (MIT or \
          Apache-2.0). Their licences:\n\n{list}"

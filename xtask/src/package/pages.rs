@@ -58,9 +58,9 @@ pub fn write(directory: &Path) -> Result<()> {
     // This test does not need the variables that cargo sets for tests, such as CARGO_MANIFEST_DIR.
     run(write.env("DUNLIN_PAGES", &directory))?;
     let is_written = directory.join("man/dunlin.1").exists();
-    is_written
-        .then_some(())
-        .context("the test pages::written has not written man/dunlin.1; check that it exists")
+    is_written.then_some(()).context(
+        "the test pages::written has not written man/dunlin.1; check that this test exists",
+    )
 }
 
 /// The file with the tests of the binary `dunlin`, if the line of cargo's output reports it.

@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 
 use super::programs::output;
 
-/// The version of the C library in the oldest release ([`super::RELEASE`]).
+/// The newest version of the C library that the command may need: that of the oldest release
+/// ([`super::RELEASE`]).
 pub const NEWEST: (u32, u32) = (2, 36);
 /// The libraries that the command may need: packages `libc6` and `libgcc-s1`.
 const LIBRARIES: [&str; 4] = [
@@ -35,7 +36,7 @@ pub fn check(binary: &Path) -> Result<(u32, u32)> {
     let needed = needed(&read("--version-info")?).context("the binary needs no C library")?;
     ensure!(
         needed <= NEWEST,
-        "the binary needs version {}.{} of the C library, and Debian 12 has {}.{}: something has used \
+        "the binary needs version {}.{} of the C library, and Debian 12 has {}.{}: the build has used \
          headers or libraries of this host",
         needed.0,
         needed.1,
@@ -45,7 +46,7 @@ pub fn check(binary: &Path) -> Result<(u32, u32)> {
     for library in libraries(&read("--dynamic")?) {
         ensure!(
             LIBRARIES.contains(&&*library),
-            "the binary needs {library}: add its package to the dependencies of the package"
+            "the binary needs {library}, which is in no package that the package dunlin depends on"
         );
     }
     Ok(needed)

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::kept::{Figure, Kept, Row};
 
-/// Variants of the tunnel, of whole migrations and of lanes, with their names in the pages.
+/// Variants of the benchmarks in the order of the tables, with their names in the pages.
 const VARIANTS: [(&str, &str); 22] = [
     ("bare", "bare"),
     ("stunnel", "stunnel"),

@@ -41,7 +41,9 @@ pub(crate) fn command(options: &KeepOptions) -> Result<ExitCode> {
         )?),
         machine: match &options.machine {
             Some(machine) => machine.clone(),
-            None => machine(&fs::read_to_string("/proc/cpuinfo").context("/proc/cpuinfo")?)?,
+            None => {
+                machine(&fs::read_to_string("/proc/cpuinfo").context("cannot read /proc/cpuinfo")?)?
+            }
         },
         conditions: options.conditions.clone(),
         command: options.command.clone(),

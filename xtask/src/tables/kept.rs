@@ -159,7 +159,7 @@ fn listed(conditions: &[(&str, Value)]) -> String {
 }
 
 impl Row {
-    /// Checks the fields that every line of the harness has.
+    /// Checks the fields that every line of the harness has, and the ranges of the figures.
     fn check(&self) -> Result<()> {
         self.text("scenario")?;
         self.text("variant")?;
@@ -192,7 +192,7 @@ impl Row {
         number.with_context(|| format!("{}: {name} is missing or not a whole number", self.place))
     }
 
-    /// A figure, unless the line does not have it.
+    /// A figure; `None` if the line does not have it.
     pub(super) fn figure(&self, name: &str) -> Result<Option<Figure>> {
         let part = |suffix: &str| -> Result<Option<f64>> {
             let name = format!("{name}{suffix}");

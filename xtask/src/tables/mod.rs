@@ -59,7 +59,10 @@ pub(crate) fn command(options: &TablesOptions) -> Result<ExitCode> {
             fs::write(root.join(page), new).with_context(|| format!("cannot write {page}"))?;
         }
     }
-    println!("{outdated} of {} tables changed", TABLES.len());
+    println!(
+        "{outdated} of {} tables differed from the kept results",
+        TABLES.len()
+    );
     Ok(match options.check && outdated > 0 {
         true => {
             println!("`cargo xtask tables` writes them from the kept results");
@@ -76,7 +79,8 @@ fn pages() -> Vec<&'static str> {
     pages
 }
 
-/// Returns the page's text with the tables for the kept results, and the differences of each table.
+/// Returns the page's text with the tables for the kept results, and the differences of each
+/// outdated table.
 fn updated(root: &Path, page: &str, text: &str) -> Result<(String, Vec<String>)> {
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     let mut differences = Vec::new();

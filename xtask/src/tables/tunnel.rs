@@ -26,7 +26,7 @@ pub(super) fn bulk(kept: &[Kept]) -> Result<Cells> {
     if has_floor {
         table[0].push("against the floor".to_owned());
     }
-    // The order in the pages: local sockets before TCP.
+    // The order in the pages: unix sockets before TCP.
     rows.sort_by_cached_key(|row| {
         (
             row.text("ends").ok() == Some("tcp"),
@@ -85,7 +85,7 @@ pub(super) fn round_trips(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-/// One row for each path of Cloud Hypervisor's single stream.
+/// One row for each path that Cloud Hypervisor's single stream takes: each tunnel, and none.
 pub(super) fn cloud_hypervisor(kept: &[Kept]) -> Result<Cells> {
     let mut table = vec![header(&[
         "path",

@@ -28,12 +28,12 @@ mount --bind shared root/shared
 exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin HOME=/root TERM=dumb \\
     DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 MANWIDTH=100 chroot root sh -c \"$3\"";
 
-/// A program that replaces systemctl. It logs its arguments, and for `is-active` it reads from a
-/// file which units run.
+/// A program that replaces systemctl. For `is-active`, it searches a list of running units. For
+/// other commands, it logs its arguments.
 const SYSTEMCTL: &str = "#!/bin/sh\ncase $2 in is-active) exec grep -qx \"$3\" /run/active ;; esac\n\
                          echo \"$*\" >>/run/calls\n";
 
-/// Paths that change without the package.
+/// Paths in which files change independently of the package's content.
 const CHANGING: [&str; 8] = [
     "/dev",
     "/proc",
@@ -66,7 +66,7 @@ pub struct Bare {
 
 impl Bare {
     /// Returns `None` without a network or without the permission to mount. In CI, it panics
-    /// without them.
+    /// instead.
     pub fn new() -> Option<Self> {
         let below = need::fetched(debian::bare(RELEASE, &["man-db", "systemd"]))?;
         let scratch = Scratch::in_memory();
@@ -107,7 +107,7 @@ impl Bare {
         unshare
     }
 
-    /// Runs a script that succeeds, and returns its output.
+    /// Runs a script, which must succeed, and returns its output.
     pub fn run(&self, script: &str) -> String {
         let done = self.command(script).output().unwrap();
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
@@ -153,7 +153,8 @@ impl Bare {
         self.run("rm /usr/local/bin/systemctl");
     }
 
-    /// The arguments of the calls of systemctl since the last call of this function.
+    /// The arguments of the logged calls of systemctl ([`SYSTEMCTL`]) since the last call of this
+    /// function.
     pub fn systemctl_calls(&self) -> Vec<String> {
         let log = self.scratch.join("run/calls");
         let calls = fs::read_to_string(&log).unwrap();
@@ -186,7 +187,7 @@ pub struct Shell {
 }
 
 impl Shell {
-    /// Runs a script that succeeds, and returns its output.
+    /// Runs a script, which must succeed, and returns its output.
     pub fn run(&mut self, script: &str) -> String {
         let (out, code) = self.ask(&format!("( {script} ) </dev/null 2>&1; echo \"end $?\""));
         assert_eq!(code, 0, "{script}: {out}");

@@ -1,6 +1,7 @@
 //! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel that
-//! carries bytes: nothing is interrupted. Each tunnel is restarted later, as docs/install.md describes.
-//! The tunnel that is restarted first works with the other one, which runs the earlier version.
+//! carries bytes: nothing is interrupted. Each tunnel is restarted later, as docs/install.md
+//! describes. The tunnel that is restarted first works with the other one, which still runs the
+//! earlier version.
 
 use std::env;
 use std::fs;
@@ -20,7 +21,7 @@ use serde_json::Value;
 use super::bare::{Bare, Shell};
 use super::{Package, ready};
 
-/// Longer than anything that this test waits for.
+/// A time limit that is longer than anything for which this test waits.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Bytes that a channel carries to the target and back as evidence that it works.
@@ -252,7 +253,7 @@ impl Channel {
         self.back.load(Ordering::Relaxed)
     }
 
-    /// Waits until the channel has carried more bytes.
+    /// Waits until [`SOME`] bytes more than before this call have returned.
     fn carries(&self) {
         let enough = self.back() + SOME;
         let until = Instant::now() + LIMIT;
