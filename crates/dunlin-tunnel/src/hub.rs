@@ -107,13 +107,13 @@ pub(super) struct Core {
     wakes: Wakes,
 }
 
-/// The threads to wake when the core is unlocked. A thread that is woken earlier would run only to
-/// wait for the lock.
+/// The threads to wake when the core is unlocked, or when the thread that holds the lock begins to
+/// wait. A thread that is woken earlier would run only to wait for the lock.
 #[derive(Clone, Copy, Default)]
 struct Wakes {
     talker: bool,
-    /// One of the lanes' threads that wait for work.
-    follower: bool,
+    /// How many of the lanes' threads that wait for work.
+    followers: usize,
     /// The thread that watches the sockets to read from.
     watcher: bool,
     /// All threads of lanes on which this side sends.
@@ -211,7 +211,7 @@ impl Core {
     /// Wakes another thread to watch the sockets, if none does.
     pub(super) fn promote(&mut self) {
         if !self.senders.watched && self.senders.followers > 0 {
-            self.wakes.follower = true;
+            self.wakes.followers += 1;
         }
     }
 
@@ -226,7 +226,7 @@ impl Core {
         if self.trunk.has_work() && !senders.woken {
             if senders.followers > 0 {
                 senders.woken = true;
-                self.wakes.follower = true;
+                self.wakes.followers += 1;
             } else if senders.watched {
                 senders.woken = true;
                 self.wakes.watcher = true;
@@ -247,8 +247,8 @@ impl Locked<'_> {
     /// Wakes the threads that must run, and waits until `condition` is notified, at most for
     /// `limit`. May return early.
     pub(super) fn wait(mut self, condition: &Condvar, limit: Option<Duration>) -> Self {
-        let wakes = std::mem::take(&mut self.wakes);
-        self.hub.wake(wakes);
+        let hub = self.hub;
+        hub.wake_now(&mut self);
         self.core = self
             .core
             .take()
@@ -351,14 +351,23 @@ impl Hub {
         }
     }
 
+    /// Wakes threads now. Returns true if these are all threads of lanes on which this side sends.
+    pub(super) fn wake_now(&self, core: &mut Core) -> bool {
+        let wakes = std::mem::take(&mut core.wakes);
+        self.wake(wakes);
+        wakes.senders
+    }
+
     fn wake(&self, wakes: Wakes) {
         if wakes.talker {
             self.talk.notify_one();
         }
         if wakes.senders {
             self.idle.notify_all();
-        } else if wakes.follower {
-            self.idle.notify_one();
+        } else {
+            for _ in 0..wakes.followers {
+                self.idle.notify_one();
+            }
         }
         if wakes.senders || wakes.watcher {
             self.reads.wake();

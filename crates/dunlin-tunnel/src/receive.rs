@@ -157,8 +157,9 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
             }
             Ok(Frame::End { frames }) => {
                 let mut core = hub.lock();
-                if let Err(fault) = core.trunk.lane_ended(lane, frames) {
-                    hub.broken(&mut core, &fault);
+                match core.trunk.lane_ended(lane, frames) {
+                    Ok(()) => hub.settle(&mut core),
+                    Err(fault) => hub.broken(&mut core, &fault),
                 }
                 drop(core);
                 // The peer may have closed the connection.

@@ -225,6 +225,8 @@ fn next(
         let work = core.trunk.next(lane, usage, hub.now_ns());
         hub.settle(&mut core);
         match work {
+            // This lane may be one of those that now have to end.
+            Work::Wait if hub.wake_now(&mut core) => {}
             Work::Wait if core.senders.watched => {
                 core.senders.followers += 1;
                 core = core.wait(&hub.idle, None);

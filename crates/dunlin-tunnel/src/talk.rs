@@ -33,6 +33,14 @@ const IDLE: Duration = Duration::from_secs(60);
 /// Delay between attempts to redial a control lane.
 const REDIAL: Duration = Duration::from_millis(200);
 
+/// Messages for one write.
+#[derive(Default)]
+struct Batch {
+    bytes: Vec<u8>,
+    /// Whether one of the messages acknowledges frames.
+    acknowledges: bool,
+}
+
 /// Runs a trunk until it has ended and its threads are joined. Returns the reason why it
 /// ended.
 pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
@@ -57,10 +65,10 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
 
 /// Sends messages and starts threads until the trunk has ended.
 fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
-    let mut batch = Vec::new();
+    let mut batch = Batch::default();
     let mut ready = Vec::new();
     let mut idle_since = Instant::now();
-    let mut has_sent = false;
+    let mut has_acknowledged = false;
     loop {
         let mut core = hub.lock();
         core.talker = Talker::Runs;
@@ -82,7 +90,9 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         if !take_messages(hub, &mut core, &mut batch) {
             return FaultCode::Internal;
         }
-        for one in std::mem::take(&mut core.starts) {
+        let starts = std::mem::take(&mut core.starts);
+        let has_started = !starts.is_empty();
+        for one in starts {
             start(hub, &mut core, dialer, one);
             hub.settle(&mut core);
         }
@@ -91,25 +101,26 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         if let Some(fault) = core.control.fault() {
             return fault;
         }
-        if !batch.is_empty() {
+        if !batch.bytes.is_empty() {
             let Control::Up { epoch, stream } = &core.control else {
                 continue;
             };
             let (epoch, stream) = (*epoch, Arc::clone(stream));
             drop(core);
-            if let Err(error) = stream.send(&batch) {
+            if let Err(error) = stream.send(&batch.bytes) {
                 lost(hub, epoch, error);
             }
-            has_sent = true;
+            has_acknowledged |= batch.acknowledges;
             continue;
         }
-        if !core.starts.is_empty() {
+        // A thread that could not be started may have a message for the peer.
+        if has_started || !core.starts.is_empty() {
             continue;
         }
         let mut until_ns = core.trunk.due_ns();
-        if std::mem::take(&mut has_sent) {
-            // While bytes arrive, each acknowledgement that becomes due is due later than this, so
-            // it does not wake this thread.
+        if std::mem::take(&mut has_acknowledged) {
+            // While bytes arrive, the next frame makes an acknowledgement due after this time.
+            // Otherwise that frame would wake this thread only to set a timer.
             let look_ns = hub.now_ns().saturating_add(ACK_DELAY_NS);
             until_ns = Some(until_ns.map_or(look_ns, |due_ns| due_ns.min(look_ns)));
         }
@@ -160,16 +171,18 @@ fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Sta
 }
 
 /// Encodes the messages that are due. Returns false if one of them cannot be encoded.
-fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
-    batch.clear();
+fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Batch) -> bool {
+    batch.bytes.clear();
+    batch.acknowledges = false;
     let Control::Up { epoch, .. } = core.control else {
         return true;
     };
-    while batch.len() < BATCH_BYTES {
+    while batch.bytes.len() < BATCH_BYTES {
         let Some(message) = core.trunk.next_message(hub.now_ns()) else {
             break;
         };
-        if let Err(error) = message.encode(epoch, batch) {
+        batch.acknowledges |= matches!(message, Message::Ack(_));
+        if let Err(error) = message.encode(epoch, &mut batch.bytes) {
             let text = format!("cannot encode {}: {error}", message.kind());
             hub.site.report(Event::Warning(text));
             core.trunk.end(FaultCode::Internal);
