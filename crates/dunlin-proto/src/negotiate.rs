@@ -6,8 +6,10 @@
 //!  source            destination      source            destination
 //!    │ offer ───────────▶ │             │ lane open ───────▶ │
 //!    │ ◀─── select/refuse │             │ frames ──────────▶ │
-//!    │ control messages ▶ │                (refused on the control lane)
+//!    │ control messages ▶ │
 //! ```
+//!
+//! A data lane gets no answer. If the destination refuses it, a message on the control lane says so.
 //!
 //! Every opening message starts with a prelude of 16 bytes. Its format never
 //! changes, so a receiver can read the versions without decoding the body. The

@@ -80,7 +80,7 @@ impl Sessions {
         self.slots.remove(&slot);
     }
 
-    /// Records that a receiver waits for the next session of a slot.
+    /// Notes that a receiver now waits for the next session of a slot.
     pub fn wait(&mut self, slot: u64) {
         if let Some(slot) = self.slots.get_mut(&slot) {
             slot.idle = false;

@@ -206,7 +206,8 @@ mod tests {
         ) {
             let count = sizes.len();
             let (got, wasted_ns) = lanes(rate, sizes.clone(), vec![0; count]).run(4 * SECOND_NS);
-            // Two sessions differ by at most a request of each (Goyal, Vin and Cheng, theorem 1).
+            // The bytes of two sessions differ by at most the sum of one request of each (Goyal, Vin
+            // and Cheng, theorem 1).
             for (one, other) in (0..count).flat_map(|one| (0..one).map(move |other| (one, other))) {
                 let most = sizes[one] + sizes[other];
                 prop_assert!(got[one].abs_diff(got[other]) <= most, "{got:?} with {sizes:?}");

@@ -50,8 +50,8 @@ fn page(path: &str, text: &str) -> Result<String> {
     })
 }
 
-/// Adds a line to the results. If a figure has a range, three measurements are added that
-/// have the same median and range.
+/// Adds a row to the results: one measurement, or three if a figure has a range. The three are its
+/// median, minimum and maximum, so that the results have the figure's median and range.
 fn add(row: &Row, results: &mut Results) -> Result<()> {
     let mut figures = Vec::new();
     for (name, value) in &row.fields {

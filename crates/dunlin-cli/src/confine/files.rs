@@ -180,7 +180,7 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(ALL))?
-        // Restrict connections to local sockets too, if the kernel supports that.
+        // Also restrict which unix sockets may be connected to, if the kernel supports that.
         .handle_access(AccessFs::ResolveUnix)?
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::from_all(ALL))?

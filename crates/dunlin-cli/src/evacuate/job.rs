@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 /// A job of a domain: one under way, or the last one that ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Job {
-    /// A number of virDomainJobType.
+    /// The job's type: a value of libvirt's enum virDomainJobType.
     kind: u64,
     fields: BTreeMap<String, String>,
 }

@@ -590,8 +590,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Grants the rest of a channel's window, if the rest is at least a quarter of the window. A
-    /// credit is due after a grant, and when [`UNREPORTED_CHUNKS`] delivered pieces are unreported.
+    /// Computes a channel's window and grants the part that is not granted yet, if that is at least
+    /// a quarter of the window. The message *credit* is due after a grant, and when
+    /// [`UNREPORTED_CHUNKS`] chunks were delivered since the last *credit*.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {
