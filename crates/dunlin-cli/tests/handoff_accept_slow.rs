@@ -133,7 +133,8 @@ fn arrive(near: &TcpStream, bytes: usize) {
     }
 }
 
-/// A unit test of `accept::client` checks that the kernel does not report single bytes.
+/// Counts how often the whole process wakes. A unit test of `accept::client` checks that the kernel
+/// does not wake the process for each byte of an incomplete hello.
 ///
 /// Claim F6 of docs/security.
 #[test]

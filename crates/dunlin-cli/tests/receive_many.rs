@@ -15,10 +15,10 @@ const GUEST_BYTES: u64 = 8 * MIB;
 /// The number of VMs that arrive at the same time.
 const AT_ONCE: usize = 5;
 
-/// The resident memory of a process, in bytes, and the number of its descriptors.
+/// What a process needs besides its guests' memory.
 #[derive(Clone, Copy, Debug)]
 struct Cost {
-    /// The peak, less the guests' memory.
+    /// The peak of the resident memory, less the guests' memory, in bytes.
     beside: u64,
     descriptors: usize,
 }

@@ -1,7 +1,7 @@
 //! Dunlin's own lanes over IPsec: plain TCP connections with packets that the kernel seals.
 //!
 //! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
-//! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
+//! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialled.
 //! The side that accepts lanes passes each arrival to
 //! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of
 //! keying sessions. That side passes each plain lane to

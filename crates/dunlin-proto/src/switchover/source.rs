@@ -156,7 +156,8 @@ impl Source {
             SourceRecord::RanThenDied => (Self::RanThenDied, &[Do::AskOperator]),
             SourceRecord::RunHere => (Self::Kept, TAKE_BACK),
             SourceRecord::Kept => (Self::Kept, &[]),
-            // *release* is not sent, so the destination keeps its record.
+            // A source that has restarted sends no *release*, so a destination that has not received
+            // it keeps its record.
             SourceRecord::Released | SourceRecord::GivenUp => (Self::Released, &[Do::DestroyCopy]),
         }
     }

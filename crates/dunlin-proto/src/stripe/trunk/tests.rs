@@ -418,9 +418,9 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// If the migration's source closes its connection, the tunnel at the source reports an abort
-/// immediately. A *reset* from the other side with the code for unread bytes also counts as an
-/// abort if the tunnel at the source has not read the source's stream to the end.
+/// A hypervisor that closes its connection before the end of its stream has aborted the channel, and
+/// its tunnel reports this immediately. The tunnel also reports an abort if the other side sends
+/// *reset* with the code `LeftUnread` before it has read the hypervisor's stream to the end.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
