@@ -88,8 +88,8 @@ impl Scene {
             Tunnel::follow(host.enter(&command), file)
         };
         let (near, far) = (start(&a, "a"), start(&b, "b"));
-        // A tunnel listens when its trunk to the other tunnel is up.
-        // The ports are in the order of the addresses: A and B with IPv4, A and B with IPv6.
+        // Each tunnel listens on the ports of the other host's addresses, once its trunk to that host
+        // is up. The ports are in this order: A's IPv4, B's IPv4, A's IPv6, B's IPv6.
         for (host, ports) in [(&a, [1, 3]), (&b, [0, 2])] {
             for more in ports {
                 wait_for_listener(host, REDIRECT_PORT + more, true);

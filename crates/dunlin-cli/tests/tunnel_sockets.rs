@@ -105,7 +105,7 @@ fn a_route_and_a_listener_on_demand_set_the_owner_and_mode_of_their_sockets() {
         exchange(near, accepted(&target));
     }
 
-    // The tunnel is confined to the owners that its configuration had at its start.
+    // The confined tunnel can set only the owners that its configuration named when it started.
     let refused = scene.open("foreign", "--owner 1").expect(1);
     assert!(
         refused.err.contains("at fault: configuration"),

@@ -146,7 +146,7 @@ pub fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
 pub fn feed(command: Command, input: Vec<u8>) -> Done {
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     let feeder = thread::spawn(move || {
-        // A command that fails may not read its input.
+        // A command that fails may end without reading its input.
         let _ = ours.write_all(&input);
     });
     let done = finish_with(command, theirs);

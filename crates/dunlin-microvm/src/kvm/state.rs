@@ -21,7 +21,7 @@ pub(crate) struct VcpuState(pub(super) Interface);
 impl VcpuState {
     pub(crate) const REGISTERS: Self = Self(both::<kb::kvm_regs>(0x81, 0x82));
     pub(crate) const SPECIAL_REGISTERS: Self = Self(both::<kb::kvm_sregs>(0x83, 0x84));
-    /// `struct kvm_xsave`: x87, SSE, AVX and further components of the host.
+    /// `struct kvm_xsave`: the vCPU's x87, SSE and AVX registers, and its other XSAVE components.
     pub(crate) const XSAVE: Self = Self(of_bytes(XSAVE_BYTES, 0xa4, 0xa5));
     pub(crate) const XCRS: Self = Self(both::<kb::kvm_xcrs>(0xa6, 0xa7));
     pub(crate) const LAPIC: Self = Self(both::<kb::kvm_lapic_state>(0x8e, 0x8f));

@@ -14,8 +14,8 @@ use crate::engine::Host;
 /// How long after its deadline a call may return.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Tests connections, with a listener on `127.0.0.1`, and threads. `endpoint` turns a
-/// port into the address by which the host reaches this listener.
+/// Tests the connections and the threads of `host`. The connections go to a listener on
+/// `127.0.0.1`; `endpoint` turns a port into the address by which `host` reaches this listener.
 ///
 /// # Errors
 /// The first [`Violation`].

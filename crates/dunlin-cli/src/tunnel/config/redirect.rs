@@ -485,7 +485,7 @@ fn plain(
         if peers.iter().any(|peer| peer.host == one.to_string()) {
             let why = format!(
                 "redirect {name}: {one} is in peers and in plain_from: remove it from plain_from \
-                 when its tunnel runs"
+                 if a tunnel runs on that host, and otherwise from peers"
             );
             found.add(&text.span(), why);
         }

@@ -502,14 +502,15 @@ fn i7_a_message_out_of_order_ends_the_session_with_a_fault() {
     let indices = vec![0];
     refused(granting(), Message::Release { indices }, Malformed);
     refused(granting(), want(2, &[fallback]), Malformed);
-    // Invalid: an SA is requested before the first epoch, or again before the first request is
-    // granted.
+    // Invalid: a request for epoch 0, or a second request before the first is granted.
     refused(granting(), want(0, &[slot(0, Sender::Cpu(1))]), Malformed);
     let mut installing = granting();
     installing.handle_message(want(1, &[fallback]));
     let action = installing.poll_action();
     assert!(matches!(action, Some(Action::InstallInbound { .. })));
     refused(installing, want(1, &[slot(1, Sender::Fallback)]), Malformed);
+    // Invalid: a first request without the fallback, with a sender twice, with descending indices,
+    // or with a sender of another mode; too many SAs.
     refused(granting(), want(1, &[slot(0, Sender::Cpu(1))]), Malformed);
     let twice = [fallback, slot(1, Sender::Cpu(1)), slot(2, Sender::Cpu(1))];
     refused(granting(), want(1, &twice), Malformed);
