@@ -68,7 +68,7 @@ pub enum CreateError {
     /// The configuration is invalid.
     #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
-    /// This host cannot run the machine.
+    /// This host, the destination, cannot run the machine of the description.
     #[error("the destination cannot run the machine")]
     Describe(#[from] DescribeError),
     /// The machine's memory could not be allocated.

@@ -92,7 +92,7 @@ pub struct Slot {
     /// The SA's number in this direction. The numbers ascend and are never reused in a session, so
     /// that no two SAs share a key.
     pub index: u32,
-    /// The packets that the SA seals.
+    /// The sender of the packets that the SA seals.
     pub sender: Sender,
 }
 

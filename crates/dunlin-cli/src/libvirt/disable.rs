@@ -57,7 +57,7 @@ impl Disable {
                      the rules are as before; see the error of `dunlin redirect apply` above"
                 );
             }
-            let what = "of the other redirects stay; libvirt's migrations are in the clear";
+            let what = "those of the other redirects stay; libvirt's migrations are in the clear from now on";
             self.report.step("rules", what);
         } else {
             let mut remove = vec!["redirect", "remove"];

@@ -60,7 +60,7 @@ impl StatusSocket {
         Self(bound.map_err(|error| log::warn([chained(&error)])).ok())
     }
 
-    /// Writes the text that `report` returns to each client, from now on, one client at a time.
+    /// From now on, writes to each client the text that `report` returns; one client at a time.
     pub(crate) fn serve(&self, report: impl Fn() -> String + Send + 'static) -> Result<()> {
         let Some(bound) = &self.0 else {
             return Ok(());

@@ -173,7 +173,7 @@ pub(crate) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
         .then(|| format!("`dunlin resolve {}` settles it", &hex(&entry.session)[..8]))
 }
 
-/// The time since `ms`, in milliseconds since 1970, by this host's clock.
+/// The time that has passed since `ms` (milliseconds since 1970) by this host's clock, as text.
 pub(crate) fn ago(ms: u64) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -533,7 +533,7 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Starts one session for each builder. Offers take the sessions in the order of the builders.
+    /// Starts one session for each builder. The first offer gets the first builder's session, the second offer the second's, and so on.
     pub fn start(
         server: &ServerTls,
         options: &destination::Options,

@@ -495,7 +495,8 @@ impl<'a> Relay<'a> {
         let whole = if self.there.ended {
             self.there.waiting.len()
         } else {
-            // Do not forward an incomplete record header, because a fault may be planned before it.
+            // Do not forward an incomplete record header: a fault may be planned for the start of
+            // its record.
             self.there
                 .waiting
                 .len()

@@ -554,7 +554,7 @@ fn time_while_the_source_was_suspended_counts_against_no_replacement() {
     assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
     assert_eq!(actions(&mut sending, 10), [Action::Open(3)]);
     assert_eq!(actions(&mut sending, LATE_NS), []);
-    // No lane is left, and the delay has not passed.
+    // No lane is left, and the process is suspended before the next attempt is due.
     let mut alone = established(CHUNK_PAGES, 1);
     begin(&mut alone, CHUNK_PAGES);
     alone.thread_ended(1, false, 0);

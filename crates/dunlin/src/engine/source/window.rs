@@ -125,8 +125,8 @@ mod tests {
             ..Traffic::default()
         };
         assert_eq!(window.end(tenth, ZERO - LATE, &traffic), None);
-        // One page was lost with a lane: it is sent twice and acknowledged once. The number of
-        // acknowledged pages then stays below the number of pages sent, and the result is 0.
+        // One page was lost with a lane, and so it is sent twice and acknowledged once. While fewer
+        // pages are acknowledged than were sent, `acked_since` returns 0, not a negative number.
         assert_eq!(window.acked_since(ZERO - 1), 0);
         traffic.raw_pages += RAW;
         let bytes_per_s = window.end(tenth, ZERO + RAW, &traffic);
