@@ -121,7 +121,7 @@ impl Shares {
         self.forget();
     }
 
-    /// Forgets each session without a waiting request that is not ahead: [`Shares::request`] would
+    /// Forgets each session that has no waiting request and is not ahead: [`Shares::request`] would
     /// set its start tag to `virtual_now`.
     fn forget(&mut self) {
         let now = self.virtual_now;

@@ -351,7 +351,8 @@ impl Hub {
         }
     }
 
-    /// Wakes threads now. Returns true if these are all threads of lanes on which this side sends.
+    /// Wakes threads now. Returns true if all threads of lanes on which this side sends are among
+    /// them.
     pub(super) fn wake_now(&self, core: &mut Core) -> bool {
         let wakes = std::mem::take(&mut core.wakes);
         self.wake(wakes);

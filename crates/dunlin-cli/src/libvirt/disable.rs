@@ -57,7 +57,8 @@ impl Disable {
                      the rules are as before; see the error of `dunlin redirect apply` above"
                 );
             }
-            let what = "those of the other redirects stay; libvirt's migrations are in the clear from now on";
+            let what = "those of the other redirects stay; libvirt's migrations are in the clear \
+                        from now on";
             self.report.step("rules", what);
         } else {
             let mut remove = vec!["redirect", "remove"];

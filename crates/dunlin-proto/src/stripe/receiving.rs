@@ -14,8 +14,8 @@ const ACK_FRAMES: u64 = 32;
 ///
 /// Formula: at 2 GiB/s a message each millisecond. Drawback: the sender keeps up to this many bytes
 /// for longer than necessary, and stops for [`ACK_DELAY_NS`] at a time if its limit for a peer is
-/// not larger. Alternative: half as many bytes, which costs twice the messages, each
-/// with a thread to wake on either side.
+/// not larger. Alternative: half as many bytes, which costs twice the messages, each with a thread
+/// to wake on either side.
 const ACK_BYTES: u64 = 2 * 1024 * 1024;
 /// How long an acknowledgement may be delayed, so that it is sent together with other
 /// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works. The
