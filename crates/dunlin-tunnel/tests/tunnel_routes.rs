@@ -433,7 +433,7 @@ fn a_migration_that_dials_a_tunnel_is_refused_with_a_reason() {
     assert!(matches!(taken, Opening::Select(_)), "{taken:?}");
 }
 
-/// Claim I10 of docs/security.
+/// Claim K10 of docs/security.
 #[test]
 fn i6_lanes_over_ipsec_or_in_the_clear_are_refused_unless_enabled() {
     let pair = Pair::start(&Setup::default());

@@ -75,7 +75,7 @@ fn a_truncated_line_was_never_installed() {
     }
 }
 
-/// Claim I8 of docs/security.
+/// Claim K8 of docs/security.
 #[test]
 fn a_malformed_line_is_reported_and_nothing_removed() {
     let directory = Directory::new();
@@ -221,7 +221,7 @@ fn an_incomplete_rewrite_is_ignored() {
     assert!(!half.exists());
 }
 
-/// Claim I6 of docs/security.
+/// Claim K6 of docs/security.
 #[test]
 fn a_damaged_record_is_reported_and_kept() {
     let directory = Directory::new();

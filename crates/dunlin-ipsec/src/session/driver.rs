@@ -411,7 +411,7 @@ mod tests {
 
     use super::*;
 
-    /// Claim I4 of docs/security.
+    /// Claim K4 of docs/security.
     #[test]
     fn an_end_is_asked_for_by_an_owner_and_by_nothing_else() {
         let by_peer = |fault| IpsecError::EndedByPeer {

@@ -87,7 +87,7 @@ mod tests {
         assert!(is_of_this_host([127, 9, 0, 7].into()).unwrap());
     }
 
-    /// Claim I7 of docs/security.
+    /// Claim K7 of docs/security.
     #[test]
     fn a_setting_by_which_the_device_or_all_devices_bypass_ipsec_is_named() {
         let scratch = dunlin_test_base::Scratch::new();

@@ -124,7 +124,7 @@ fn i6_plain_lanes_need_both_sides_consent() {
     }
 }
 
-/// Claim I9 of docs/security.
+/// Claim K9 of docs/security.
 #[test]
 fn i6_lanes_over_ipsec_need_a_destination_that_is_prepared() {
     let offer = Offer {

@@ -322,7 +322,7 @@ fn an_sa_is_added_on_demand_and_removed_on_release() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 2);
 }
 
-/// Claim I2 of docs/security.
+/// Claim K2 of docs/security.
 #[test]
 fn new_keys_replace_the_old_ones_in_both_directions() {
     let mut pair = Pair::new(Mode::Cpu, [cpus(&[0, 1]), cpus(&[2])], MAX_SAS);
@@ -485,7 +485,7 @@ fn refused(mut exchange: Exchange, message: Message, fault: FaultCode) {
     assert_eq!(exchange.poll_action(), None);
 }
 
-/// Claim I3 of docs/security.
+/// Claim K3 of docs/security.
 #[test]
 fn i7_a_message_out_of_order_ends_the_session_with_a_fault() {
     use FaultCode::{LaneLimit, Malformed};

@@ -138,7 +138,7 @@ pub(in crate::ipsec) mod tests {
     /// If the heir has the same ports, its policies replace the old policies one by one, and no old
     /// policy is left.
     ///
-    /// Claim I5 of docs/security.
+    /// Claim K5 of docs/security.
     #[test]
     fn the_same_ports_are_taken_over_in_place() {
         let dead = parameters(4444, 4446, Mode::Cpu);

@@ -301,7 +301,7 @@ fn p14_two_cpus_and_four_open_what_the_other_seals() {
     }
 }
 
-/// Claim I1 of docs/security.
+/// Claim K1 of docs/security.
 #[test]
 fn an_outgoing_policy_blocks_before_any_sa_and_is_replaced_after_the_last() {
     let parameters = parameters(4444, 4445, Mode::Cpu);
