@@ -19,9 +19,10 @@
 //!
 //! A message is a header of 40 bytes, the kind's fixed part, and extension
 //! fields ([`crate::wire`]). Its envelope has session, epoch and sequence
-//! number, so a new control lane can continue where the old one stopped, and no
-//! message is applied twice. An unknown kind is skipped unless its header says
-//! that it must be understood.
+//! number. A new control lane can therefore continue where the old one stopped,
+//! and no side applies a message twice. A receiver skips a message of an unknown
+//! kind, unless the message's header says that the receiver must understand the
+//! message.
 
 mod body;
 mod regions;
@@ -136,7 +137,7 @@ pub enum Verdict {
     Running,
     /// The destination has recorded that it will never run this attempt's VM.
     Aborted,
-    /// The VM ran, or may have run, at the destination and no longer does.
+    /// The VM ran, or may have run, at the destination, and no longer runs there.
     RanThenDied,
     /// The destination has no record of the attempt, so nothing can be concluded.
     NoRecord,
@@ -167,7 +168,7 @@ pub struct Describe {
 pub struct Accept {
     /// The secret with which lanes prove that they belong to the session.
     pub secret: SessionSecret,
-    /// Data lanes that may be open at the same time, 1 to
+    /// The maximum number of data lanes that are open at the same time, 1 to
     /// [`crate::limits::MAX_LANES`].
     pub lanes_max: u16,
     /// Addresses for lanes as `host:port`; empty means the control lane's

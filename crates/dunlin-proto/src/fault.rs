@@ -152,7 +152,7 @@ faults! {
     /// A lane's proof does not match the session's secret.
     WrongSecret = 9, "wrong-secret", Peer,
         "Look for a stray or hostile client: this lane does not belong to the session.";
-    /// A connection is not with the session's peer.
+    /// The peer of a connection is not the peer of its session.
     WrongIdentity = 10, "wrong-identity", Peer,
         "Use one identity for all lanes of a session, and check load balancers in between.";
     /// A lane has a number that was used before (I4).
@@ -246,7 +246,8 @@ faults! {
     /// A listener's unix socket was removed or replaced, and its path cannot be bound again.
     ListenerLost = 39, "listener-lost", Local,
         "End the process that listens at that path, or create the directory again; the listener returns within a second after that.";
-    /// The unix socket of a target was replaced while channels were connected to the earlier one.
+    /// The unix socket of a target was replaced while channels were connected to the earlier
+    /// socket.
     TargetReplaced = 40, "target-replaced", Configuration,
         "Give each VM a socket of its own: write {vm} into the target's path, and open a listener for each migration; or migrate one VM after the other.";
 }

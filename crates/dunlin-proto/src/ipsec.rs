@@ -5,7 +5,7 @@
 //! two sides exchange over a control lane. [`exchange`] decides when a side installs, removes or
 //! sends something. [`ports`] splits ranges of ports into blocks that a selector can express.
 //! [`object`] has the kernel's objects as values and in the text form of records on disk. [`key`]
-//! has the context from which a key is derived. This module never holds key material.
+//! has the context from which a key is derived. None of these modules holds key material.
 //!
 //! ```text
 //!  initiator                                                    responder

@@ -2,7 +2,7 @@
 //!
 //! A number from a peer is compared with one of these bounds before it sizes or indexes anything
 //! (I7). Lengths of buffers are `usize`, or have the type of their field on the wire. Lengths and
-//! offsets of guest memory are `u64`, since they exceed the address space of a 32-bit build. The
+//! offsets of guest memory are `u64`, because they exceed the address space of a 32-bit build. The
 //! relations that the codecs rely on are asserted at compile time at the end of the file.
 
 /// Bytes of a guest page, the unit of dirty tracking and of every range.
@@ -87,10 +87,10 @@ pub const CHUNK_PAGES: u64 = 64;
 /// next pending pages to the chunk.
 ///
 /// Formula: large enough that one header covers 32 MiB of zero pages, even if each 2 MiB contains
-/// one page that is not zero. Small enough that the lane, which sends nothing while it reads, needs
-/// only a few milliseconds to read the pages. Drawback: the loss of a lane returns up to 32 MiB to
-/// the schedule for each of its unacknowledged chunks. Alternative: no added pages, so that each
-/// 256 KiB of zeros costs a header and an acknowledgement ([`CHUNK_PAGES`]).
+/// one page that is not zero. Small enough to be read in a few milliseconds, because the lane sends
+/// nothing while it reads. Drawback: the loss of a lane returns up to 32 MiB to the schedule for
+/// each of its unacknowledged chunks. Alternative: no added pages, so that each 256 KiB of zeros
+/// costs a header and an acknowledgement ([`CHUNK_PAGES`]).
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
 /// The source forms no chunk while at least this many page ranges are in flight, that is, assigned
@@ -98,8 +98,8 @@ pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 /// [`MAX_RANGES_PER_CHUNK`] ranges.
 ///
 /// Formula: a range takes 24 bytes of memory, so all of them take 6 MiB. They cover 64 GiB of guest
-/// memory if each range is a whole chunk, and 1 GiB in the worst case, which is single scattered
-/// pages. A path of 100 Gbit/s with a round trip of 80 ms holds less than that. Drawback: if the
+/// memory if each range is a whole chunk, and 1 GiB in the worst case, single scattered pages. A
+/// path of 100 Gbit/s with a round trip of 80 ms holds less than 1 GiB. Drawback: if the
 /// destination does not acknowledge, the source stops at this limit. Alternative: none needed,
 /// because such a destination has stalled.
 pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
@@ -134,9 +134,9 @@ pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// SPIFFE ID usually fewer than 255. A peer with a longer name is recorded by its certificate.
 pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 
-/// Maximum number of journal files that a destination keeps for one peer's sessions that ended
-/// before the VM ran here. There is one file for each VM. The peer can still ask about these
-/// sessions.
+/// Maximum number of journal files that a destination keeps for one peer after sessions in which
+/// the VM did not run at the destination. There is one file for each VM. The peer can still ask
+/// about these sessions.
 ///
 /// The limit suffices, because a host does not migrate that many VMs at the same time. Each file
 /// takes 12 KiB.
@@ -267,9 +267,9 @@ pub const MAX_SERVER_NAME_BYTES: usize = 255;
 /// Maximum number of SAs that one side of a keying session installs for the other
 /// side's traffic, in one epoch.
 ///
-/// A host has fewer CPUs than this that carry lanes, and fewer connections that need an SA of their
-/// own. The SAs of two epochs use 3 MiB of kernel memory. Traffic without an SA of its own uses the
-/// fallback SA.
+/// On a host, fewer CPUs than this number carry lanes, and fewer connections than this number need
+/// an SA of their own. The SAs of two epochs use 3 MiB of kernel memory. Traffic without an SA of
+/// its own uses the fallback SA.
 pub const MAX_SAS: u16 = 1024;
 
 /// Maximum number of SAs in one message: all SAs of an epoch, so that one exchange renews all

@@ -55,9 +55,8 @@ mistakes! {
         NoFence,
         /// The source forgets the pages of a lost lane. Right: they become pending again.
         NoRedirty,
-        /// Pages from a dirty log are sent in the iteration before the one for
-        /// which the log was read, so nothing orders them after their older
-        /// versions.
+        /// The source sends the pages of a dirty log one iteration too early. No mark then keeps
+        /// these pages apart from their older versions.
         CutBeforeIteration,
         /// A lane passes a mark that another lane has not reached.
         MarkPassedEarly,

@@ -7,29 +7,29 @@
 //! 1. The predicted downtime is the remainder divided by the measured
 //!    bandwidth, plus a quarter because both vary, plus the fixed costs (state,
 //!    round trips, the journal's sync).
-//! 2. If the prediction is within the downtime limit, iterations continue while
-//!    each one shrinks the remainder by a quarter and more than a negligible
-//!    remainder is left, because that reduces the downtime at little cost. Then
-//!    the source switches over.
+//! 2. If the prediction is within the downtime limit, iterations continue as long as two conditions
+//!    hold: each iteration shrinks the remainder by a quarter, and more than a negligible remainder
+//!    is left. These iterations reduce the downtime at little cost. When one of the conditions no
+//!    longer holds, the source switches over.
 //! 3. Otherwise, if almost nothing remains and the fixed costs alone exceed the
 //!    downtime limit, pre-copy ends, because no iteration helps.
 //! 4. Otherwise, at the time limit, the source cancels, or switches over with any downtime
 //!    ([`AtTimeLimit`]).
 //! 5. Otherwise another iteration starts. If two or more iterations in a row do not shrink the
-//!    remainder by a quarter, the guest probably dirties memory faster than the link carries it,
-//!    and the guest is throttled if that is allowed.
+//!    remainder by a quarter, the guest probably dirties memory faster than the link carries it.
+//!    The guest is then throttled, if the operator allows it.
 
 /// The first throttle: by how many percent the guest is slowed. QEMU's `cpu-throttle-initial` has
 /// the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// The increase of the throttle, in percentage points, each time that rule 5 throttles a guest
-/// that is already throttled.
+/// The increase of the throttle, in percentage points, each time that the guest is throttled again.
 pub const THROTTLE_STEP: u8 = 10;
 /// The maximum throttle, in percent. At 100 percent the guest would not run, as if it were
 /// paused.
 pub const THROTTLE_LAST: u8 = 99;
-/// The number of consecutive iterations that do not shrink the remainder by a quarter, after which
-/// the guest is throttled. A change of the guest's working set can cause a single such iteration.
+/// The guest is throttled after this number of consecutive iterations that each shrink the
+/// remainder by less than a quarter. A change of the guest's working set can cause a single such
+/// iteration.
 const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
 /// The number of pages up to which a remainder is not worth another iteration. 1024
 /// pages are 4 MiB, which take about a millisecond on a 25 GbE link, less than the

@@ -1,8 +1,8 @@
 //! Forms chunks of pending pages and assigns them to lanes.
 //!
 //! Nothing is queued in advance. A chunk is formed when a lane asks for work, so a slow lane delays
-//! only one chunk. Until a chunk is acknowledged, its ranges are kept, but not its bytes, which can
-//! be read again from guest memory.
+//! only one chunk. The ranges of a chunk are kept until the chunk is acknowledged. Its bytes are
+//! not kept, because they can be read again from guest memory.
 //!
 //! Order of calls: Call [`Schedule::new`], and [`Schedule::open_lane`] for each lane. Then call
 //! [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`] alternately, while the lanes' threads
@@ -240,9 +240,9 @@ impl Schedule {
     }
 
     /// Marks a run of pages as pending for the next iteration. `index` is the region's position in
-    /// the list given to [`Schedule::new`]. No chunk is formed until [`Schedule::begin_iteration`],
-    /// because an older version of a marked page may still be in flight in the current iteration,
-    /// and no mark would keep the two apart (I4).
+    /// the list given to [`Schedule::new`]. No chunk is formed until [`Schedule::begin_iteration`].
+    /// Otherwise a marked page and its older version could be in flight in the same iteration, and
+    /// no mark would keep the two versions apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {
         self.adding = true;
         if let Some(region) = self.regions.get_mut(index) {

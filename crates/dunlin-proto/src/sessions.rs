@@ -58,8 +58,8 @@ pub enum Route {
 }
 
 impl Offer {
-    /// Whether the offer cannot begin a session: the first control lane of an attempt has epoch 1,
-    /// and only this lane can begin a session.
+    /// Whether the offer can only belong to a session that already exists. Only the first control
+    /// lane of an attempt, which has epoch 1, can begin a session.
     #[must_use]
     pub fn is_inquiry(&self) -> bool {
         self.epoch > 1

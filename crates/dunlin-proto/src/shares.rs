@@ -121,8 +121,9 @@ impl Shares {
         self.forget();
     }
 
-    /// Forgets each session that has no waiting request and is not ahead: [`Shares::request`] would
-    /// set its start tag to `virtual_now`.
+    /// Forgets each session without a waiting request and with a start tag of at most
+    /// `virtual_now`. This changes nothing, because [`Shares::request`] would raise the tag to
+    /// `virtual_now`.
     fn forget(&mut self) {
         let now = self.virtual_now;
         self.sessions

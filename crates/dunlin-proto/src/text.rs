@@ -24,8 +24,8 @@ pub fn chain(error: &dyn Error) -> String {
     with_causes(error.to_string(), error.source())
 }
 
-/// Appends a cause and its own causes to `text`. Some errors include their cause's text, which is
-/// not repeated.
+/// Appends a cause and its own causes to `text`. If `text` already includes the text of a cause,
+/// that text is not repeated.
 #[must_use]
 pub fn with_causes<'a>(mut text: String, cause: Option<&'a (dyn Error + 'a)>) -> String {
     let mut next = cause;

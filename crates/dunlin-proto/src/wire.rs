@@ -172,9 +172,8 @@ impl<'a> Reader<'a> {
             .map_err(|_| DecodeError::new(what, DecodeReason::BadText, offset))
     }
 
-    /// Reads a 16-bit count of items, at most `limit`, of at least `item_bytes` each.
-    /// Checks that enough bytes are left for all of them, so the count may size an
-    /// allocation.
+    /// Reads a 16-bit count of items, at most `limit`, of at least `item_bytes` each. Checks that
+    /// enough bytes are left for all of them, so the caller can allocate memory for this count.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].

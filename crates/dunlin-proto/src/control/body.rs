@@ -54,8 +54,8 @@ const VERDICT: OneOf<u8, Verdict> = OneOf {
 };
 
 impl Message {
-    /// Appends header and body. The header says that the message must be
-    /// understood, as for every message of version 1.
+    /// Appends header and body. The header of every message of version 1 says that the receiver
+    /// must understand the message.
     ///
     /// *accept* writes the session's secret to `out`, which the caller has to wipe.
     ///

@@ -1,6 +1,6 @@
-//! Fuzz entries for the decoders. They check that a decoded value is within its bounds and, where
-//! it applies, that it uses memory in proportion to the input and is unchanged after it is encoded
-//! and decoded again.
+//! Fuzz entries for the decoders. They check that a decoded value is within its bounds. Some of
+//! them also check that the value uses memory in proportion to the input, and that the value is
+//! unchanged after it is encoded and decoded again.
 
 use super::as_is_and_with_its_length;
 use std::sync::LazyLock;

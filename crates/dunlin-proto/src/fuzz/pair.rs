@@ -56,7 +56,7 @@ struct Pair {
 }
 
 /// Runs a migration in which the messages on the control lane are correct but arrive late. Checks
-/// that no page goes back to an older version (I4), and that the two memories are equal once
+/// that no page goes back to an older version (I4), and that the two memories are equal after
 /// everything has arrived (I3).
 pub fn fuzz_lanes(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);

@@ -175,8 +175,8 @@ impl Model {
                     let run = range.run;
                     for page in run.first..run.first + run.count {
                         let page = (range.region, page);
-                        assert!(self.pending.remove(&page), "{page:?} did not wait");
-                        assert!(self.cut_now.insert(page), "{page:?} goes out twice");
+                        assert!(self.pending.remove(&page), "{page:?} was not pending");
+                        assert!(self.cut_now.insert(page), "{page:?} is sent twice");
                         pages.insert(page);
                     }
                 }
@@ -213,7 +213,10 @@ impl Model {
                     "a mark is due"
                 );
                 let waits = self.adding || self.pending.is_empty() || self.iteration == 0;
-                assert!(course.ended || waits || at > self.iteration, "pages wait");
+                assert!(
+                    course.ended || waits || at > self.iteration,
+                    "pages are pending"
+                );
             }
         }
     }
@@ -232,8 +235,8 @@ impl Model {
             let run = range.run;
             for page in run.first..run.first + run.count {
                 let page = (range.region, page);
-                assert!(self.pending.remove(&page), "{page:?} did not wait");
-                assert!(self.cut_now.insert(page), "{page:?} goes out twice");
+                assert!(self.pending.remove(&page), "{page:?} was not pending");
+                assert!(self.cut_now.insert(page), "{page:?} is sent twice");
                 given.pages.insert(page);
                 added += 1;
             }

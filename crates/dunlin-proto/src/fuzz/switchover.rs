@@ -137,7 +137,10 @@ impl SourceHistory {
                 SourceAction::Note(record) => self.recorded = Some(record),
                 SourceAction::PauseGuest => {
                     let committing = Some(SourceRecord::Committing);
-                    assert_eq!(self.recorded, committing, "paused before it was recorded");
+                    assert_eq!(
+                        self.recorded, committing,
+                        "the guest is paused before *committing* is recorded"
+                    );
                 }
                 SourceAction::SendCommit => {
                     assert!(!self.committed, "committed twice");
@@ -173,7 +176,7 @@ impl SourceHistory {
 
     fn may_run_here(&self) {
         let allowed = !self.committed || self.aborted || self.run_here;
-        assert!(allowed, "the destination may run it");
+        assert!(allowed, "the destination may run the VM");
     }
 }
 
@@ -218,7 +221,10 @@ pub fn fuzz_destination_switchover(bytes: &[u8]) {
         state = next;
         if state.may_run() {
             let running = Some(DestinationRecord::Running);
-            assert_eq!(history.recorded, running, "it runs before it was recorded");
+            assert_eq!(
+                history.recorded, running,
+                "the VM runs before *running* is recorded"
+            );
         }
         history.check(actions);
     }
@@ -279,7 +285,10 @@ impl DestinationHistory {
                         .recorded
                         .filter(|one| *one != DestinationRecord::Prepared);
                     let again = decided.is_none_or(|one| one == record);
-                    assert!(again || !self.has_reported(), "it decides twice");
+                    assert!(
+                        again || !self.has_reported(),
+                        "the destination decides twice"
+                    );
                     self.recording = Some(record);
                     self.owed = Some(DestinationEvent::Recorded);
                 }
@@ -292,7 +301,10 @@ impl DestinationHistory {
                 }
                 DestinationAction::Resume => {
                     let running = Some(DestinationRecord::Running);
-                    assert_eq!(self.recorded, running, "resumed before it was recorded");
+                    assert_eq!(
+                        self.recorded, running,
+                        "the guest resumes before *running* is recorded"
+                    );
                     self.owed = Some(DestinationEvent::Resumed);
                 }
                 DestinationAction::Drain => self.owed = Some(DestinationEvent::Drained),
@@ -315,7 +327,7 @@ impl DestinationHistory {
         };
         assert_eq!(self.recorded, record, "{verdict:?} is reported");
         let held = verdict == Verdict::Aborted && self.taken;
-        assert!(!held, "it still holds disks or devices");
+        assert!(!held, "the destination still holds disks or devices");
         let runs = |reported: &Verdict| matches!(reported, Verdict::Running | Verdict::RanThenDied);
         let aborted = |reported: &Verdict| *reported == Verdict::Aborted;
         self.reported.push(verdict);

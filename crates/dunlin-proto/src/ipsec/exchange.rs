@@ -151,7 +151,7 @@ impl Exchange {
 
     /// Requests an SA for `sender`, unless `sender` has one. The sender uses the fallback if the
     /// agreed mode does not support such an SA, or while the peer's SA table is full. In the second
-    /// case the SA is requested when another SA is released.
+    /// case this side requests the SA when it releases another SA.
     pub fn want(&mut self, sender: Sender) {
         let is_wanted = match self.phase {
             Phase::Greeting => true,

@@ -1,8 +1,8 @@
 //! The derivation of an SA's key.
 //!
-//! Both ends derive 36 bytes, an AES-256 key and the 4-byte salt of RFC 4106, from the TLS exporter
-//! (RFC 8446, section 7.5) of their control lane, with [`EXPORTER_LABEL`] and a context of
-//! [`CONTEXT_BYTES`]:
+//! Both ends derive 36 bytes from the TLS exporter (RFC 8446, section 7.5) of their control lane.
+//! These bytes are an AES-256 key and the 4-byte salt of RFC 4106. The exporter's inputs are
+//! [`EXPORTER_LABEL`] and a context of [`CONTEXT_BYTES`]:
 //!
 //! | offset | bytes | field |
 //! | --- | --- | --- |

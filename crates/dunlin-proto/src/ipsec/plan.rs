@@ -371,7 +371,7 @@ pub fn undo(installed: &[Object]) -> Undo {
     undo.now.extend(listeners.copied().map(remove));
     for direction in [Direction::In, Direction::Out] {
         for policy in policies().filter(for_ports) {
-            // The steps above have made the outgoing policies block again.
+            // The steps in `undo.now` make the outgoing policies block again.
             let action = match direction {
                 Direction::Out => Action::Block,
                 Direction::In => policy.action,

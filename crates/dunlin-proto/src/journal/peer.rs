@@ -1,8 +1,8 @@
 //! A session's peer: the [`Principal`] that a later connection must match to
 //! ask about the session, to settle it or to release it.
 //!
-//! A certificate may be renewed while a session is in doubt, so a principal names, if possible,
-//! what a renewal keeps: the pin that admitted the peer, or the peer's name together with the
+//! A certificate may be renewed while a session is in doubt. If possible, a principal therefore
+//! names what a renewal keeps: the pin that admitted the peer, or the peer's name together with the
 //! authority that certified this name. The journal stores the principal in the *peer block* after
 //! the two slots. Each attempt writes and syncs the block once, before the first record that a peer
 //! may ask about. docs/journal/peer.md lists every byte.
@@ -30,8 +30,8 @@ const FIXED_BYTES: usize = 8 + 2 + 1 + 5 + 16 + 32 + 32;
 
 const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT);
 
-/// How a session's peer was authorised, by properties that a renewed certificate keeps, if
-/// possible. Digests are SHA-256.
+/// Identifies a session's peer by how the peer was authorised. If possible, a principal uses
+/// properties that a renewed certificate keeps. Digests are SHA-256.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
     /// The holder of this certificate (digest of its DER encoding). The certificate was
@@ -222,8 +222,8 @@ mod tests {
                 changed[position] ^= 0x10;
                 let read = RecordedPeer::decode(&changed, SESSION);
                 assert_eq!(read, RecordedPeer::Unknown, "byte {position}");
-                // With a recomputed checksum the block may name another peer. The block is then the
-                // only encoding of that peer.
+                // With a recomputed checksum the block may name another peer. If so, the block must
+                // be the only encoding of that peer.
                 let sum = checksum(&changed[..CHECKSUM_AT]);
                 changed[CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
                 if let RecordedPeer::Known(other) = RecordedPeer::decode(&changed, SESSION) {

@@ -13,11 +13,15 @@
 //!             Fencing ◀────────┴───────────────────────────────────────────────▶ (gone)
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
-//! A lane is lost when its connection ends with an error or before the lane is `Ended`, when the
-//! peer reports the loss, when its confirmation may be lost with a control lane, or when a timeout
-//! expires. In `Opening`, the timeout is `open_ns`. In `Up`, `Leaving` and `Ended`, it is
-//! `progress_ns`, and it runs only while a confirmation of the peer is outstanding. If a lane is
-//! `Fencing` for `alone_ns` without an answer, the action is [`Action::GiveUp`].
+//! A lane is lost in each of these cases:
+//! - Its connection ends with an error, or before the lane is `Ended`.
+//! - The peer reports the loss.
+//! - The control lane is lost, and with it perhaps the last confirmation of this lane.
+//! - A timeout expires.
+//!
+//! In `Opening`, the timeout is `open_ns`. In `Up`, `Leaving` and `Ended`, it is `progress_ns`, and
+//! it runs only while a confirmation of the peer is outstanding. If a lane is `Fencing` for
+//! `alone_ns` without an answer, the action is [`Action::GiveUp`].
 //!
 //! **Replacement.** A lane that is `Opening`, or `Up` and not near the limit of its key, counts
 //! towards the wanted number of lanes. [`Lifecycle::poll`] opens lanes until this number is
@@ -25,8 +29,8 @@
 //! ascend and are never reused (I4).
 //!
 //! **Back-off.** A loss delays the next attempt to open a lane. The delay doubles with each attempt
-//! until the peer accepts a lane. Losses during a delay do not extend it, so lanes that are lost
-//! together count as one attempt.
+//! until the peer accepts a lane. Losses during a delay do not extend the delay, so lanes that are
+//! lost together count as one attempt.
 //!
 //! **Late callers.** If a caller polls much later than [`Lifecycle::due_ns`], its
 //! process was suspended, and confirmations of the peer may still be queued.
@@ -45,7 +49,7 @@ pub struct Timeouts {
     pub open_ns: u64,
     /// Delay before the first attempt to replace a lost lane. It doubles with each attempt.
     pub retry_first_ns: u64,
-    /// Upper limit of that delay.
+    /// Upper limit of the delay before an attempt to replace a lost lane.
     pub retry_last_ns: u64,
     /// Timeout after which the migration or the channels end. It runs while work is pending and no
     /// lane is up, and while a fence is not answered. For a trunk it also runs while the control

@@ -154,7 +154,8 @@ impl Receiving {
         Ok(())
     }
 
-    /// Checks, when the header of a chunk has arrived on `lane`, that the chunk may be written.
+    /// Checks that a chunk may be written to guest memory. The lane's thread calls this when the
+    /// chunk's header has arrived on `lane`.
     ///
     /// # Errors
     /// The chunk must not be written, and the caller closes the lane.

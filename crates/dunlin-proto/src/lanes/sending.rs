@@ -64,8 +64,8 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// If exactly one chunk and no position is unconfirmed, the chunk's timeout starts no earlier
-    /// than when the rate cap allows the chunk to be sent.
+    /// If one chunk is unconfirmed, and no mark or end is, the timeout starts no earlier than the
+    /// time at which the rate cap allows that chunk.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
@@ -200,8 +200,9 @@ impl Sending {
             self.schedule.leave(number);
         }
         // The lane asks for work, so its last chunk has been sent. If only that chunk is
-        // unconfirmed, its timeout starts no earlier than when the rate cap allowed it to be sent.
-        // If nothing is unconfirmed, the timeout starts now. Otherwise the timeout does not change.
+        // unconfirmed, the timeout starts no earlier than the time at which the rate cap allowed
+        // the chunk. If nothing is unconfirmed, the timeout starts now. Otherwise the timeout does
+        // not change.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();
@@ -414,8 +415,9 @@ impl Sending {
             && self.schedule.in_flight_pages() == 0
     }
 
-    /// The number of lanes wanted now. In the last iteration, it is one if pages are pending and no
-    /// lane is up, and otherwise none. Before, it is the number that the caller set.
+    /// The number of lanes wanted now. Before the last iteration, it is the number that the caller
+    /// set. In the last iteration, it is at most one: a lane is wanted only while pages are pending
+    /// and no lane is up.
     fn wanted_now(&self) -> u16 {
         if !self.schedule.finishing() {
             return self.wanted;

@@ -6,8 +6,9 @@ use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use crate::wire::codec::{Codec, NOT_ZERO, OneOf};
 use crate::wire::{DecodeError, EncodeError, Reader, invalid};
 
-/// Length of a *lane open* message of version 1. From version 2 on it is one byte longer. It has no
-/// variable part, so a listener reads a fixed number of bytes before it has authenticated the lane.
+/// Length of a *lane open* message of version 1. From version 2 on the message is one byte longer.
+/// It has no variable part, so a listener reads a fixed number of bytes before it has authenticated
+/// the lane.
 pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
 
 /// The direction in which a data lane carries frames.
@@ -38,8 +39,8 @@ pub struct LaneOpen {
     pub version: u16,
     /// The session.
     pub session: SessionId,
-    /// The lane's number, never used before in the session or, in a tunnel, in this direction of
-    /// the trunk. 0 is the control lane.
+    /// The lane's number; 0 is the control lane. A migration uses each number once. A tunnel uses
+    /// each number once in each direction of the trunk.
     pub lane: u16,
     /// The lane's direction. In version 1 it is not on the wire.
     pub direction: LaneDirection,

@@ -75,9 +75,8 @@ pub fn select(offer: &Offer, supported: &Supported) -> Result<Selection, Refusal
 }
 
 impl Selection {
-    /// Checks the selection against the offer. The source calls this before it
-    /// acts on the selection, so a destination cannot make it give up TLS or a
-    /// required feature (I6).
+    /// Checks the selection against the offer. The source calls this before it acts on the
+    /// selection, so a destination cannot make the source give up TLS or a required feature (I6).
     ///
     /// # Errors
     /// The selection is not within the offer. The peer is at fault.

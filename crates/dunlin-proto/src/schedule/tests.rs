@@ -275,7 +275,7 @@ fn i5_a_lost_lanes_pages_are_pending_again_in_their_own_regions() {
     assert_eq!(given(&plan), all);
 }
 
-/// A second lane is lost with a chunk that includes pages that a first lane had lost.
+/// Two lanes are lost. The chunk that the second lane loses includes pages of the first lane.
 #[test]
 fn i5_pages_lost_twice_are_pending_again_and_counted_once() {
     let mut schedule = schedule(4 * CHUNK_PAGES, 3);

@@ -172,7 +172,8 @@ impl<T> Inbound<T> {
         Ok(Arrival::Keep)
     }
 
-    /// Keeps a piece for later delivery, unless it is a duplicate or has become the next one.
+    /// Keeps a piece for later delivery. A duplicate is dropped instead. A piece that has become
+    /// the next one is returned, for the caller to write.
     pub(super) fn keep(&mut self, data: &Data, token: T) -> Result<Option<Delivery<T>>, PeerFault> {
         match self.arrived(data)? {
             Arrival::Drop => Ok(None),

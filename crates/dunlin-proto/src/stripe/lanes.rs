@@ -1,8 +1,9 @@
 //! The lanes on which this side sends, and what each of them carries until it is acknowledged.
 //! [`crate::lanes::lifecycle`] opens and replaces the lanes.
 //!
-//! TCP keeps the frames of a lane in order, so one number acknowledges them. A lost lane needs no
-//! fence ([`Loss::Dropped`]): frames that still arrive are identical to those that are sent again.
+//! TCP keeps the frames of a lane in order, so the number of frames that have arrived acknowledges
+//! all of them. A lost lane needs no fence ([`Loss::Dropped`]): frames that still arrive are
+//! identical to those that are sent again.
 
 use std::collections::{BTreeMap, VecDeque};
 

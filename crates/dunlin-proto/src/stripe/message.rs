@@ -74,8 +74,8 @@ pub struct Open {
     /// The channel's parameter, for the placeholder in the route's target; at most
     /// [`crate::limits::MAX_NAME_BYTES`].
     pub parameter: String,
-    /// Positions in earlier channels. The bytes before them are delivered before the target is
-    /// connected, unless the consumer of the earlier channel does not read. At most
+    /// Positions in earlier channels. The receiver connects the target after it has delivered the
+    /// bytes up to each position. It does not wait for a consumer that does not read. At most
     /// [`crate::limits::MAX_CHANNELS`].
     pub barrier: Vec<Mark>,
 }
@@ -101,8 +101,8 @@ pub struct Credit {
     pub limit: u64,
 }
 
-/// How many data frames of a lane have arrived completely: the receiver has delivered them to a
-/// consumer or keeps them in a buffer, so they need not be resent if the lane is lost.
+/// How many data frames of a lane have arrived completely. The receiver has delivered these frames
+/// to a consumer or keeps them in a buffer, so the sender need not resend them if the lane is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneAck {
     /// The lane's number, never 0.
@@ -150,8 +150,8 @@ pub enum Message {
     Credit(Vec<Credit>),
     /// See [`LaneAck`]; at most [`crate::limits::MAX_LANES`].
     Ack(Vec<LaneAck>),
-    /// The sender closed a lane before it read a frame from it, or could not open a lane that the
-    /// receiver had requested.
+    /// The sender closed a lane before reading a frame from the lane, or could not open a lane that
+    /// the receiver had requested.
     LaneRefused {
         /// The lane's number.
         lane: u16,

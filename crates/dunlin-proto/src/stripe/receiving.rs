@@ -13,9 +13,9 @@ const ACK_FRAMES: u64 = 32;
 /// If the lanes together have this many unacknowledged bytes, acknowledgements are due immediately.
 ///
 /// Formula: at 2 GiB/s a message each millisecond. Drawback: the sender keeps up to this many bytes
-/// for longer than necessary, and stops for [`ACK_DELAY_NS`] at a time if its limit for a peer is
-/// not larger. Alternative: half as many bytes, which costs twice the messages, each with a thread
-/// to wake on either side.
+/// for longer than necessary. If the sender's limit for a peer is not larger than this, the sender
+/// stops for [`ACK_DELAY_NS`] at a time. Alternative: half as many bytes. This doubles the number
+/// of messages, and each message wakes a thread on both sides.
 const ACK_BYTES: u64 = 2 * 1024 * 1024;
 /// How long an acknowledgement may be delayed, so that it is sent together with other
 /// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works. The
@@ -57,7 +57,7 @@ pub(super) struct ReceivingLanes {
     lanes: BTreeMap<u16, Lane>,
     /// One bit per lane number, set when the number is used, because a number is used only once.
     used: Box<[u64; 1024]>,
-    /// Whether another message is being sent, with which acknowledgements can be sent.
+    /// Whether another message is being sent, so that acknowledgements can be sent with it.
     along: bool,
 }
 

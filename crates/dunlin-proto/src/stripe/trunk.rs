@@ -271,7 +271,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// Aborts a channel that failed on this side. The caller closes the channel's connection. All
-    /// bytes that wait are dropped. The other side receives the code, unless *open* was not sent.
+    /// bytes that wait are dropped. The other side receives the code if either side has sent *open*
+    /// for the channel.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
@@ -442,8 +443,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// When [`Trunk::poll`] or [`Trunk::next_message`] may return something without another call in
-    /// between.
+    /// The time at which [`Trunk::poll`] or [`Trunk::next_message`] may return something even if
+    /// the caller reports no event until then.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         let control = match self.control {

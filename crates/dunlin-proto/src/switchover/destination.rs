@@ -164,8 +164,8 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
-            // The VM ran here and has moved to another host. The source must not run it, so it gets
-            // the answer *running*.
+            // The VM ran here and has moved to another host. The source must not run the VM, so the
+            // source gets the answer *running*.
             Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
@@ -223,8 +223,8 @@ impl Destination {
                 (Self::Draining { prepared }, &[Do::CloseOld, Do::Drain])
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
-            // These events change nothing, because `Drained` follows and aborts, unless a drained
-            // *commit* comes first.
+            // These events change nothing. After *ready*, a drained *commit* still takes effect.
+            // Without it, `Drained` aborts.
             (Self::Draining { prepared: false }, On::Complete)
             | (
                 Self::Draining { .. },

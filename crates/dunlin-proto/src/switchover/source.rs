@@ -72,7 +72,8 @@ pub enum SourceEvent {
     Running,
     /// *answer* arrived; built by [`SourceEvent::answer`].
     Answer {
-        /// Whether the answer concerns the attempt in doubt. Otherwise it is ignored.
+        /// Whether the answer concerns the attempt in doubt. Otherwise the source ignores the
+        /// answer.
         this_attempt: bool,
         /// The outcome of the attempt.
         verdict: Verdict,
@@ -156,8 +157,8 @@ impl Source {
             SourceRecord::RanThenDied => (Self::RanThenDied, &[Do::AskOperator]),
             SourceRecord::RunHere => (Self::Kept, TAKE_BACK),
             SourceRecord::Kept => (Self::Kept, &[]),
-            // A source that has restarted sends no *release*, so a destination that has not received
-            // it keeps its record.
+            // A source that has restarted sends no *release*. A destination that has not received
+            // *release* keeps its record.
             SourceRecord::Released | SourceRecord::GivenUp => (Self::Released, &[Do::DestroyCopy]),
         }
     }

@@ -51,7 +51,7 @@ impl Receiving {
             .is_some_and(|slot| slot.sender == Sender::Fallback);
         if begins != next || fallbacks.count() != usize::from(next) {
             return Err(malformed(
-                "the first SA of the epoch is not the fallback, or a later one is",
+                "the first SA of an epoch, and no other, must be the fallback",
             ));
         }
         for slot in &slots {

@@ -184,9 +184,9 @@ impl Pair {
         while self.step(0) {}
     }
 
-    /// Checks what happens to packets of the ports. They leave in the clear only before their side
-    /// has policies, and are dropped only before both sides are up. All other packets are sealed
-    /// with an SA that the other side opens.
+    /// Checks what happens to packets of the ports. A side sends them in the clear only before it
+    /// has policies, and drops them only before both sides are up. It seals all other packets with
+    /// an SA that the other side opens.
     fn check(&self) {
         let everything_up = self.sides.iter().all(|side| side.up);
         for side in 0..2 {
@@ -347,8 +347,8 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// After a rekey, no packet is sent with an old SA that the peer may already have removed, in
-/// whatever order the two sides act.
+/// After a rekey, a side sends no packet with an old SA that the peer may already have removed.
+/// This holds whatever the order of the two sides' actions.
 #[test]
 fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {

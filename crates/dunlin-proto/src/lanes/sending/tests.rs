@@ -258,7 +258,7 @@ fn a_new_control_lane_restarts_the_time_of_every_lane() {
     assert_eq!(during(&mut sending, 20, resumed_ns, true), []);
     sending.control_resumed(resumed_ns);
     // The fence of lane 2 is requested again. Lane 1 has ended, and its confirmation is not
-    // repeated, so it is fenced too.
+    // repeated, so lane 1 is fenced too.
     assert_eq!(
         actions(&mut sending, resumed_ns),
         [Action::Fence(2), Action::Fence(1)]

@@ -12,9 +12,9 @@
 //!
 //! The accepting side numbers these lanes, times them out and replaces them, as it does with lanes
 //! that it dials itself. A request repeats until the lane is up or lost. The connecting side uses
-//! each number once and keeps at most [`Config::lanes_max`] of these lanes, those that it is still
-//! dialling included. If no lane comes while bytes wait, the accepting side aborts its channels and
-//! ends the trunk.
+//! each number once and keeps at most [`Config::lanes_max`] of these lanes, including the lanes
+//! that it is still dialling. If no lane comes while bytes wait, the accepting side aborts its
+//! channels and ends the trunk.
 //!
 //! A side that cannot open a lane for its own bytes reports that too (*lane failed*), so that the
 //! reason is known on both hosts.

@@ -43,7 +43,7 @@ pub enum Outcome<T> {
         /// The caller's handle to the bytes, for sending them again.
         token: T,
         /// Whether there may be more bytes to read now. If not, the caller calls
-        /// [`Trunk::readable`] when there are.
+        /// [`Trunk::readable`] when more bytes can be read.
         more: bool,
     },
     /// No bytes can be read now. The caller calls [`Trunk::readable`] when there are more.

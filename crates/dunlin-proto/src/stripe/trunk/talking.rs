@@ -7,8 +7,8 @@ use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 
-/// The age of the last *ping* from which the next credits cause a new one. Pings measure the round
-/// trip.
+/// If the last *ping* is at least this old when a *credit* is sent, a new *ping* becomes due. Pings
+/// measure the round trip.
 const PING_NS: u64 = 1_000_000_000;
 
 impl<T: Clone> Trunk<T> {
@@ -200,7 +200,7 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// Handles a message of the other side. A late message of an older control lane is harmless.
-    /// After the end of the trunk messages are ignored.
+    /// After the end of the trunk, messages are ignored.
     ///
     /// # Errors
     /// The peer violates the protocol. The caller then calls [`Trunk::end`].

@@ -418,9 +418,10 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// A hypervisor that closes its connection before the end of its stream has aborted the channel, and
-/// its tunnel reports this immediately. The tunnel also reports an abort if the other side sends
-/// *reset* with the code `LeftUnread` before it has read the hypervisor's stream to the end.
+/// A hypervisor that closes its connection before the end of its stream has aborted the channel,
+/// and its tunnel reports this immediately. The other side can send *reset* with the code
+/// `LeftUnread`. If this tunnel has not yet read the hypervisor's stream to the end, it reports an
+/// abort too.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
@@ -748,8 +749,9 @@ fn the_timeout_for_opening_a_lane_restarts_with_a_new_control_lane() {
     assert_eq!(pair.did(0)[0], Action::CutLane(1));
 }
 
-/// The last acknowledgement of a lane that has ended is sent once. If it may have been lost, the
-/// frames are sent again with the next control lane, without waiting for the lane's timeout.
+/// The last acknowledgement of a lane that has ended is sent once. If this acknowledgement may have
+/// been lost, the frames are sent again when the next control lane is up. They do not wait for the
+/// lane's timeout.
 #[test]
 fn an_ended_lane_is_lost_when_the_control_lane_is_resumed() {
     let mut pair = Pair::new();

@@ -132,10 +132,10 @@ pub enum Action {
         /// Whether the other side aborted the channel.
         by_peer: bool,
     },
-    /// Dials a lane, with this number, on which this side sends. Then calls
+    /// Dials the lane with this number, on which this side sends. Then calls
     /// [`super::Trunk::lane_established`] or [`super::Trunk::lane_failed`].
     OpenLane(u16),
-    /// Dials a lane, with this number, on which the other side sends. Then calls
+    /// Dials the lane with this number, on which the other side sends. Then calls
     /// [`super::Trunk::opened_for`] or [`super::Trunk::not_opened`].
     OpenLaneFor(u16),
     /// Closes this lane's connection, which ends its thread.
