@@ -65,7 +65,7 @@ impl EntranceListener {
         lock(&self.settings).entrance.clone()
     }
 
-    /// Why the listener is not reachable at present, if it is not.
+    /// The reason why the listener is not reachable at present; `None` if it is reachable.
     pub(super) fn lost(&self) -> Option<Failure> {
         lock(&self.lost).clone()
     }

@@ -112,7 +112,7 @@ pub(super) struct Core {
 #[derive(Clone, Copy, Default)]
 struct Wakes {
     talker: bool,
-    /// How many of the lanes' threads that wait for work.
+    /// How many to wake of the lanes' threads that wait for work.
     followers: usize,
     /// The thread that watches the sockets to read from.
     watcher: bool,
@@ -208,7 +208,7 @@ impl Core {
         self.cutters.remove(&(direction, lane));
     }
 
-    /// Wakes another thread to watch the sockets, if none does.
+    /// Wakes a waiting thread to watch the sockets, if no thread watches them.
     pub(super) fn promote(&mut self) {
         if !self.senders.watched && self.senders.followers > 0 {
             self.wakes.followers += 1;

@@ -23,15 +23,14 @@ pub struct Identities {
 
 impl Identities {
     /// Whether a tunnel with these routes connects to peers. If not, the tunnel still opens lanes
-    /// to a peer that has connected to it, if the peer has wire version 1 or uses lanes over IPsec.
+    /// to connected peers that have wire version 1 or use lanes over IPsec.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()
     }
 
     /// Whether a tunnel with these routes accepts peers. If not, the tunnel still accepts the lanes
-    /// of a peer to which it has connected, if the peer has wire version 1 or uses lanes over
-    /// IPsec.
+    /// of peers to which it has connected and that have wire version 1 or use lanes over IPsec.
     #[must_use]
     pub fn accepts(routes: &Routes) -> bool {
         !routes.exits.is_empty() || !routes.relays.is_empty()

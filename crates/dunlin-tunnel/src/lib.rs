@@ -325,8 +325,8 @@ impl Tunnel {
         Ok(())
     }
 
-    /// Opens a listener for one purpose, such as the migration of one VM. It closes when its last
-    /// channel has ended, or when [`OnDemandListener::close`] is called.
+    /// Opens a listener for one purpose, such as the migration of one VM. The listener closes when
+    /// its last channel has ended, or when [`OnDemandListener::close`] is called.
     ///
     /// # Errors
     /// [`DemandError`]; no listener is opened.

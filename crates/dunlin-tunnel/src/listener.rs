@@ -108,14 +108,14 @@ const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Why a listener is at present not reachable at its path; `None` while it listens.
 pub(super) type Lost = Arc<Mutex<Option<Failure>>>;
 
-/// A listening socket. A tunnel that uses it sets it to non-blocking mode.
+/// A listening socket. It becomes non-blocking when a route begins to use it.
 #[derive(Debug)]
 enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
 }
 
-/// The file of a unix socket. Dropping this removes it.
+/// The file of a unix socket. Dropping this value removes the file.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
@@ -124,7 +124,7 @@ struct SocketFile {
     id: Option<FileId>,
 }
 
-/// A listener with the file of its unix socket, if it created one.
+/// A listener, and the file of its unix socket if the listener created one.
 pub(super) struct LastingListener {
     /// Declared before the listeners, and therefore dropped before them. The file to remove is
     /// identified by its inode. While a listener is open, no socket of another process can have the
@@ -231,8 +231,8 @@ impl LastingListener {
         })
     }
 
-    /// Why the listener is lost, if it is. The returned value stays current after the listener has
-    /// moved to a thread.
+    /// The reason why the listener is lost; holds `None` while the listener listens. The returned
+    /// value stays current after the listener has moved to a thread.
     pub(super) fn lost(&self) -> Lost {
         Arc::clone(&self.lost)
     }
@@ -472,7 +472,7 @@ mod tests {
         assert!(listens(renewed(&mut listener, &usual)));
         let _own = UnixStream::connect(&path).unwrap();
         assert!(matches!(listener.accept(), Accepted::Connection(_)));
-        // A listener that is lost when it ends does not remove the socket of the other process.
+        // Dropping a lost listener does not remove the socket of the other process.
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         assert!(is_taken(renewed(&mut listener, &usual)));

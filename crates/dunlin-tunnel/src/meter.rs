@@ -40,8 +40,8 @@ pub(super) trait Tally: std::fmt::Debug + Send + Sync {
 }
 
 /// Counts one connection for its route and for the listener that accepted it, from creation to
-/// drop. The connection counts as failed unless a clean end, or an end with unread last bytes, was
-/// reported.
+/// drop. If neither a clean end nor an end with unread last bytes was reported, the connection
+/// counts as failed.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
@@ -76,8 +76,8 @@ impl Count {
         &self.meter.pacer
     }
 
-    /// Reports how the connection ends. A worse ending replaces a better one. Of two failures with
-    /// a reason the first is kept, because the second is a consequence of it.
+    /// Reports how the connection ends. A worse ending replaces a better one. Of two failures that
+    /// each have a reason, the first is kept, because the second is its consequence.
     pub(super) fn ends(&self, ending: Ending) {
         let mut reported = lock(&self.ending);
         match (&*reported, &ending) {

@@ -330,8 +330,8 @@ impl ListenerTally {
             listener.wait(wakeup, short)?;
             wakeup.clear();
             listener.check(&carriers.site, &self.entrance.route, &self.access);
-            // Unless `close` was called or the listener accepts only one connection, accept the
-            // backlog before the listener closes: these connections arrived before the last
+            // After `close`, or after the only connection of a `once` listener, stop immediately.
+            // Otherwise accept the backlog first, because these connections arrived before the last
             // channel ended.
             short = loop {
                 if self.lock().closing || (self.once && self.is_done()) {

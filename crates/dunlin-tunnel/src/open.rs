@@ -12,15 +12,15 @@ use dunlin_lane::data::DataSender;
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
 
 /// The time limit for opening a lane that the peer has requested, as a fraction of the permitted
-/// silence. It is shorter than the silence, so that the peer, which waits for the lane, receives
+/// silence. The peer waits for the lane. With a limit shorter than the silence, the peer receives
 /// the reason of a failure before it gives up.
 const REQUESTED_PART: (u32, u32) = (3, 4);
 
 /// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
 ///
 /// # Errors
-/// The trunk has ended, or the lane cannot be opened. The text of the failure then names the
-/// address and the reason.
+/// The trunk has ended, or the lane cannot be opened. In the second case, the failure's text names
+/// the address and the reason.
 pub(super) fn dial(
     hub: &Hub,
     direction: Direction,

@@ -195,8 +195,8 @@ impl Routes {
             if is_redirected && matches!(entrance.mode, Mode::Relay(_)) {
                 return Err(bad(BadRouteReason::RedirectedRelay));
             }
-            // The kernel chooses another port for each listener with port 0, so these listeners do
-            // not conflict.
+            // The kernel chooses a different port for each listener with port 0, so these listeners
+            // do not conflict.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere

@@ -169,7 +169,7 @@ fn one_placeholder<'a>(
     Ok(found.map(str::to_owned))
 }
 
-/// Whether a target's path equals `path` for at least one value of the parameter. Both are
+/// Whether a target's path equals `path` for at least one value of the parameter. Both paths are
 /// normalised as text: empty components, `.` and `..` are resolved.
 pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let (target, path) = (plain(target), plain(path));
@@ -268,7 +268,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
     })
 }
 
-/// Parses a port in its only spelling: decimal, without a sign or leading zeros.
+/// Parses a port. Only one spelling is accepted: decimal, without a sign or leading zeros.
 pub(super) fn parse_port(text: &str) -> Option<PortRange> {
     let port = text.parse::<u16>().ok()?;
     let one = PortRange::new(port, port)?;

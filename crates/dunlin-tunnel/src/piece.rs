@@ -1,11 +1,11 @@
 //! Buffers for the bytes of channels between two sockets.
 //!
-//! A piece is read into a buffer from the pool, sealed from that buffer, and kept in it until it is
-//! acknowledged. The other side opens the piece into a buffer and writes it from that buffer. When
-//! the pool has enough buffers, a piece costs no allocation. A buffer is at most twice as long as
-//! its content, or has the smallest size. That size is so small that the maximum number of chunks
-//! of a channel still fits into the smallest window. The windows therefore limit the memory use
-//! (I8).
+//! The pool provides buffers. A piece is read into a buffer, sealed from that buffer, and kept
+//! there until it is acknowledged. The other side opens the piece into a buffer and writes it from
+//! that buffer. When the pool has enough buffers, a piece costs no allocation. A buffer is at most
+//! twice as long as its content, or has the smallest size. That size is so small that the maximum
+//! number of chunks of a channel still fits into the smallest window. The windows therefore limit
+//! the memory use (I8).
 
 use dunlin_lane::sync::lock;
 use std::array;
@@ -15,8 +15,8 @@ use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CH
 
 /// The longest piece, in bytes.
 pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
-/// The smallest buffer size. The maximum number of chunks of a channel, each in such a buffer,
-/// fills the smallest window.
+/// The smallest buffer size. If each chunk of a channel is in such a buffer, the maximum number of
+/// chunks fills the smallest window.
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;

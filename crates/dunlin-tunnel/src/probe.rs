@@ -127,8 +127,8 @@ impl Channel {
         })
     }
 
-    /// Ends the channel after `error`. Returns the reason for the channel's end or, if none is
-    /// reported, `text` with `error`.
+    /// Ends the channel after `error`. Returns the reason for the channel's end. If no reason is
+    /// reported, returns `text` with `error`.
     fn failure(self, text: String, error: &io::Error) -> Failure {
         drop(self.stream);
         let failure = self.outcome.failure(TIMEOUT);

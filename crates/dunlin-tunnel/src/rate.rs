@@ -108,9 +108,9 @@ impl Pacer {
         })
     }
 
-    /// Counts bytes that were read; returns when the channel may be read again, if it has to wait.
-    /// If the limit was lowered during the read, the bytes count as one piece of the new limit: the
-    /// channel would otherwise stall for seconds.
+    /// Counts bytes that were read. Returns the time at which the channel may be read again; `None`
+    /// if it may be read now. If the limit was lowered during the read, the bytes count as one
+    /// piece of the new limit: the channel would otherwise stall for seconds.
     pub(super) fn spend(&self, bytes: usize) -> Option<Instant> {
         self.rate()?;
         let now = self.began.elapsed();

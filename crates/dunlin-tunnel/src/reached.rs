@@ -96,8 +96,8 @@ impl Drop for Reached {
     }
 }
 
-/// A connection owns its tally. This value is a tally only so that it is dropped when the
-/// connection is closed: until then, its channel counts as connected to the socket. It ignores all
+/// A connection owns its tally. `Reached` is a tally so that the connection drops it when it is
+/// closed. Until then, the channel counts as connected to the socket. `Reached` ignores all
 /// reports.
 impl Tally for Reached {
     fn begins(&self) {}

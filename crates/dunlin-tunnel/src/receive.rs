@@ -296,8 +296,8 @@ pub(super) fn poll(hub: &Hub) {
 }
 
 /// Fails a channel after an error of its socket, if [`Socket::tells_resets`] returns true.
-/// Otherwise the received bytes are read first, and the read after them returns the error. Returns
-/// true if the channel has failed or had already ended.
+/// Otherwise a lane's thread first reads the received bytes, and its next read returns the error.
+/// Returns true if the channel has failed or had already ended.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {
         return true;

@@ -44,9 +44,9 @@ const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 /// How often a gate checks whether the control lane of its trunk is up.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Keeps a trunk to a peer up, and listens while it is up. Dropping the gate closes the listener;
-/// its channels stay open. If the gate is dialling at that time, its thread continues until the
-/// dial has ended. The tunnel joins the thread when the tunnel ends.
+/// Keeps a trunk to a peer up, and listens while the trunk is up. Dropping the gate closes the
+/// listener; its channels stay open. If the gate is dialling at that time, its thread continues
+/// until the dial has ended. The tunnel joins the thread when the tunnel ends.
 pub(super) struct Gate {
     stop: Waker,
 }
@@ -100,9 +100,8 @@ fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
     }
 }
 
-/// Establishes a trunk and opens the listeners, one per address family. If no trunk can be
-/// established, this is reported as an event, unless the failure has the code that was reported
-/// last.
+/// Establishes a trunk and opens the listeners, one per address family. Reports the failure of a
+/// trunk as an event, except if its code is `reported`, the code of the last report.
 fn open(
     carriers: &Carriers,
     at: u16,
@@ -163,8 +162,8 @@ fn listeners(carriers: &Carriers, port: u16) -> io::Result<Vec<Worker>> {
 struct Listening {
     carriers: Carriers,
     listener: LastingListener,
-    /// A listener's number for each route and address of a peer: channels with the same listener's
-    /// number are connected in the order of acceptance. Only configured peers get one.
+    /// One listener number for each route and address of a peer. Channels with the same listener
+    /// number are connected in the order of acceptance. Only configured peers get a number.
     numbers: BTreeMap<(String, String), u64>,
 }
 

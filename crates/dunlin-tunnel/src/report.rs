@@ -19,7 +19,7 @@ use dunlin_lane::sync::lock;
 
 use super::socket::Stream;
 
-/// The route of the report. A configured target of this name takes its place.
+/// The route of the report. A configured target of this name replaces the report.
 pub(super) const REPORT_ROUTE: &str = "dunlin-report";
 /// The length of the longest report. It fits into the buffer of a unix socket, so a report is
 /// written without a thread that waits.

@@ -183,8 +183,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
     result
 }
 
-/// Watches again the sockets of the delayed channels that may be read at `now` or, without `now`,
-/// of all delayed channels. Returns how long the next delayed channel has to wait.
+/// Rearms the watch of the delayed channels that may be read at `now`, or of all delayed channels
+/// if `now` is `None`. Returns how long the next delayed channel has to wait.
 fn release(hub: &Hub, core: &mut Core, now: Option<Instant>) -> Option<Duration> {
     if core.delayed.is_empty() {
         return None;
@@ -225,7 +225,8 @@ fn next(
         let work = core.trunk.next(lane, usage, hub.now_ns());
         hub.settle(&mut core);
         match work {
-            // This lane may be one of those that now have to end.
+            // All threads of sending lanes were just woken, because lanes may have to end. This
+            // lane may be one of them, so ask for work again.
             Work::Wait if hub.wake_now(&mut core) => {}
             Work::Wait if core.senders.watched => {
                 core.senders.followers += 1;
@@ -338,7 +339,7 @@ fn read(
     (data.zip(piece), socket.filter(|_| idle))
 }
 
-/// Seals a piece after its header and writes both.
+/// Seals a piece and its header as one frame, and writes the frame.
 fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendError> {
     let header = Frame::Data(*data).to_bytes();
     piece.with(|bytes| {

@@ -240,9 +240,9 @@ impl Socket {
     }
 
     /// Whether an error of the connection fails its channel immediately, even if received bytes
-    /// have not been read. This is so for TCP, so a thread must poll for the error while no thread
-    /// reads. For a unix socket, the received bytes are read first. The kernel makes no such
-    /// distinction: for both it reports an error immediately, and reads return the received bytes
+    /// have not been read. True for TCP: a thread must poll for the error while no thread reads.
+    /// False for a unix socket: a thread first reads the received bytes. The kernel treats both
+    /// kinds of sockets alike: it reports an error immediately, and reads return the received bytes
     /// before the error.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
@@ -287,7 +287,7 @@ mod tests {
     }
 
     /// The kernel returns the error of a connection only once, to one of the two threads that use
-    /// it.
+    /// the connection.
     #[test]
     fn a_reset_that_another_call_returned_is_not_read_as_an_end() {
         type Find = fn(&Socket);

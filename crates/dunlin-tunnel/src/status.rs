@@ -29,10 +29,11 @@ pub struct Status {
     pub unacknowledged_bytes: u64,
     /// The limit of the rate at which this side sends to the peer, in bytes per second.
     pub rate: Option<u64>,
-    /// Why the peer gets no new channel; `None` if it does, or if this is a channel of a relay.
+    /// Why the peer gets no new channel; `None` if the peer gets new channels, and for a channel of
+    /// a relay.
     pub refused: Option<String>,
-    /// The address and the reason, if in at least one direction the most recent attempt to open a
-    /// lane failed, whichever side made it.
+    /// The address and the reason of a failed attempt to open a lane. Set if the most recent
+    /// attempt of at least one direction has failed. Either side may have made that attempt.
     pub trouble: Option<String>,
 }
 

@@ -113,14 +113,15 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             has_acknowledged |= batch.acknowledges;
             continue;
         }
-        // A thread that could not be started may have a message for the peer.
+        // If a thread could not be started, the core may have a message about that for the peer.
         if has_started || !core.starts.is_empty() {
             continue;
         }
         let mut until_ns = core.trunk.due_ns();
         if std::mem::take(&mut has_acknowledged) {
-            // While bytes arrive, the next frame makes an acknowledgement due after this time.
-            // Otherwise that frame would wake this thread only to set a timer.
+            // While bytes arrive, the next frame makes an acknowledgement due about `ACK_DELAY_NS`
+            // later. Wake up at that time in any case. Otherwise that frame would wake this thread
+            // only to set a timer.
             let look_ns = hub.now_ns().saturating_add(ACK_DELAY_NS);
             until_ns = Some(until_ns.map_or(look_ns, |due_ns| due_ns.min(look_ns)));
         }
@@ -268,7 +269,7 @@ fn read_one(
 }
 
 /// Reports that the peer has not answered the first ping. Does not end the trunk yet: the peer's
-/// process may only lack processor time, which from here looks as if it were stopped.
+/// process may only lack processor time, and from here such a process looks stopped.
 fn report_silence(hub: &Hub, control: &ControlStream) {
     // The peer's kernel acknowledges the ping even if the peer's process does not run.
     let host_answers = silence(control.socket()).is_ok_and(|found| found.unacknowledged == 0);
@@ -303,9 +304,9 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     }
 }
 
-/// Dials the control lane until it is up or the trunk has ended. If no lane is open, and the peer's
-/// host refuses the connections for some time, this ends the trunk, because the process that had
-/// the trunk has ended.
+/// Dials the control lane until it is up or the trunk has ended. If no lane is open and the peer's
+/// host refuses the connections for some time, the peer's process has ended. In that case this ends
+/// the trunk.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;

@@ -15,10 +15,10 @@ pub(super) struct Terms {
     pub(super) version: u16,
     /// The security of the lanes.
     pub(super) security: LaneSecurity,
-    /// The peer's identity at the handshake of the trunk. The certificates of both sides may be
-    /// renewed while the trunk exists, so each lane's handshake uses the current ones and may admit
-    /// any certificate of this name. [`Terms::is_the_peer`] then decides whether the lane is from
-    /// this peer.
+    /// The peer's identity at the handshake of the trunk. Both sides can renew their certificates
+    /// while the trunk exists. Each lane's handshake therefore uses the current certificates, and
+    /// admits any certificate of this name. [`Terms::is_the_peer`] then decides whether the lane is
+    /// from this peer.
     pub(super) peer: PeerIdentity,
     /// The end of the validity of the certificate with which this side dialled the trunk; `None` if
     /// the peer dialled it. After that time the peer refuses new channels on this trunk.

@@ -292,7 +292,7 @@ impl Trunks {
             return Ok(());
         }
         let agreed = answered.agree(&self.site)?;
-        // The peer may open lanes as soon as it has the secret.
+        // The peer may open lanes as soon as it has the secret, so add the trunk before that.
         let kept = self.keep(agreed)?;
         if let Err(failure) = send_accept(&kept.control, &kept.hub.terms.own_secret, 0) {
             kept.hub.end(failure.code());

@@ -321,8 +321,8 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// If the peer's key is denied, or its certificate is revoked, on either side, the trunk gets no
-/// new channel.
+/// After either side denies the peer's key, or loads a revocation of the peer's certificate, the
+/// trunk gets no new channel.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
     for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -341,7 +341,7 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         replace(false);
         let (mut near, mut far) = pair.channel();
         // The first exchange opens one lane in each direction. The second exchange uses these
-        // lanes, because the peer no longer admits a new one.
+        // lanes, because the side that refuses the peer admits no new lane.
         let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
             near.write_all(b"x").unwrap();
             far.read_exact(&mut [0]).unwrap();
@@ -452,7 +452,7 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     };
     let until = Instant::now() + TIMEOUT;
     while !fs::read_dir("/proc/self/task").unwrap().any(is_connecting) {
-        assert!(Instant::now() < until, "no target is connected to");
+        assert!(Instant::now() < until, "no thread connects to the target");
         thread::sleep(Duration::from_millis(2));
     }
     (pair, waiting, channel)

@@ -297,7 +297,7 @@ fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
     assert_eq!((open.version, open.direction), (2, from_there));
 }
 
-/// A lane carries bytes only from the side that opens it.
+/// Over IPsec, a lane carries bytes only from the side that opens it.
 #[test]
 fn i7_over_ipsec_a_lane_for_the_other_direction_is_refused() {
     let ipsec = Arc::new(Ipsec::default());

@@ -466,7 +466,7 @@ impl Acceptor {
         }
     }
 
-    /// Connects to the near tunnel, and accepts in this version the trunk that the tunnel dials.
+    /// Connects to the near tunnel, which dials a trunk. Accepts the trunk in this version.
     fn trunk(&self, version: u16) -> Trunk {
         let channel = with_timeout(UnixStream::connect(self.scratch.join("in")).unwrap());
         let (stream, _) = self.listener.accept().unwrap();
@@ -493,8 +493,8 @@ impl Acceptor {
     }
 }
 
-/// The accepting side opens lanes: first with the first bytes of a lane of the opening side, then
-/// with its own.
+/// The accepting side tries to open lanes. First it replays the first bytes of a lane that the
+/// opening side has opened. After that, it sends first bytes of its own.
 ///
 /// Claim A13 of docs/security.
 #[test]
@@ -504,7 +504,8 @@ fn i7_the_opening_side_takes_no_lanes_from_its_peer() {
     assert_eq!(trunk.port, 0, "the trunk names a port for lanes");
     let (_lane, own) = peer.lane();
     assert_eq!((own.version, own.direction), (2, FromDialer));
-    // The proof was made with the peer's secret. The near tunnel requires one made with its own.
+    // This proof was made with the peer's secret. The near tunnel requires a proof made with the
+    // near tunnel's secret.
     let _reflected = peer.opens(&own);
     rejected(&peer.events, FaultCode::WrongSecret, 1);
     // The peer also has the near tunnel's secret, so it can make such a proof.
@@ -543,7 +544,7 @@ fn i7_i8_the_opening_side_limits_the_lanes_that_its_peer_requests() {
     assert!(refused.iter().all(over), "{refused:?}");
 }
 
-/// A tunnel of version 1 opens the lanes on which it sends, and this side opens its own.
+/// On a trunk of version 1, each side opens the lanes on which it sends.
 #[test]
 fn a_peer_of_version_1_that_accepts_a_trunk_opens_its_own_lanes() {
     let peer = Acceptor::start();

@@ -156,8 +156,8 @@ impl Drop for Scene {
     }
 }
 
-/// Asserts that a measured rate is about `limit`. It may be 20 % lower, because other processes on
-/// the host may slow the channels down.
+/// Asserts that a measured rate is about `limit`. The rate may be 20 % lower, because other
+/// processes on the host may slow the channels down.
 fn assert_rate(rate: f64, limit: u64) {
     let part = rate / limit as f64;
     assert!((0.8..1.05).contains(&part), "{part:.3} of the limit");

@@ -125,8 +125,8 @@ fn wait_until_listening(port: u16, expected: bool) {
     }
 }
 
-/// While the peer's tunnel does not answer, the port is closed, so that the toolstack's connection
-/// is refused, instead of being accepted and then reset.
+/// While the peer's tunnel does not answer, the port is closed. The kernel then refuses the
+/// toolstack's connection. Without that, the tunnel would accept and reset the connection.
 #[test]
 fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
     let authority = Authority::new();
@@ -347,7 +347,7 @@ fn a_probe_sends_bytes_to_a_peer_and_back() {
 fn a_probe_reports_why_a_peer_cannot_be_used() {
     let authority = Authority::new();
     let (near, _) = near(&authority, &Routes::default());
-    // No target of this peer is allowed for this side.
+    // This peer does not allow this side any target.
     let stranger = far(&authority, OTHER, &["127.0.0.1"], one(free_port()));
     let refused = near.probe(&entrance(Listen::OnDemand, stranger.address().unwrap()), 1);
     let refused = refused.unwrap_err();

@@ -469,8 +469,8 @@ fn resident_bytes() -> usize {
     pages.parse::<usize>().unwrap() * 4096
 }
 
-/// The tunnel returns freed memory to the kernel even if it lies between parts that stay in use, as
-/// it does after many channels. The C library alone does not return such memory.
+/// The tunnel returns freed memory to the kernel even if that memory lies between parts that stay
+/// in use. This is usual after many channels. The C library alone does not return such memory.
 #[test]
 #[cfg(target_env = "gnu")]
 fn i8_free_memory_is_returned_after_the_last_channel() {

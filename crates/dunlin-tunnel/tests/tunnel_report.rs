@@ -100,7 +100,8 @@ fn a_report_arrives_and_a_second_one_is_refused_for_a_second() {
     assert_eq!(near.probe(&to(&far), 1).unwrap().bytes, 1);
 }
 
-/// A tunnel without a reporter answers as an older version does, which has no such route.
+/// A tunnel without a reporter answers like an older version, which does not have the route of
+/// reports.
 #[test]
 fn a_peer_without_reports_refuses_the_route() {
     let authority = Authority::new();

@@ -85,7 +85,8 @@ impl Scene {
 
     /// Connects to a route, and returns the reason why the connection is closed.
     fn refused(&self, route: &str) -> (FaultCode, String) {
-        // A reset may arrive before connect(2) has returned. connect(2) then reports it.
+        // A reset may arrive before connect(2) has returned. In that case connect(2) reports the
+        // reset.
         let ended = TcpStream::connect(self.entrance(route))
             .and_then(|stream| with_timeout(stream).read_once(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");

@@ -29,7 +29,7 @@ use dunlin_lane::relayed::in_kernel::{Opening, Sealing};
 use dunlin_lane::relayed::session::Session;
 use dunlin_lane::splice::Stop;
 
-/// How often a direction with a consumer that does not read checks whether the channel is aborted.
+/// How often a direction's thread checks for an abort while its consumer does not read.
 ///
 /// Drawback: a hypervisor that stalls notices an abort this much later. Alternative: a shutdown
 /// would wake the thread immediately, but the hypervisor would read a clean end, although the
@@ -272,8 +272,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Counts bytes that were read from the hypervisor, and waits as long as the limits of the
-    /// route and the peer require, unless the channel is aborted.
+    /// Counts bytes that were read from the hypervisor. Waits as long as the limits of the route
+    /// and the peer require, or until the channel is aborted.
     pub(super) fn pace(&self, bytes: usize) {
         let until = self.plain.pacer().spend(bytes).max(self.pacer.spend(bytes));
         let Some(until) = until else { return };

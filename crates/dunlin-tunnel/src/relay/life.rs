@@ -75,9 +75,8 @@ impl Life {
         self.is_relaying()
     }
 
-    /// Called when the peer has ended its direction. Returns true if data of this side is lost,
-    /// because the peer's connection was reset before that and this side has not ended its
-    /// direction.
+    /// Called when the peer has ended its direction. Returns true if data of this side is lost: the
+    /// peer's connection was reset earlier, and this side has not ended its own direction.
     pub(super) fn end_inward(&mut self) -> bool {
         let loses_data = matches!(self, Self::Relaying(Inward::Reset, Outward::Open, _));
         if let Self::Relaying(inward @ (Inward::Open | Inward::Reset), ..) = self {
@@ -87,8 +86,9 @@ impl Life {
     }
 
     /// Called when the peer's connection was reset. Returns true if the caller must abort the
-    /// channel. This is so if the peer's end has been read, so that no thread reads any more, and
-    /// this side has not ended its direction, so that its data is lost.
+    /// channel. The caller must do so if a thread has already read the peer's end and this side has
+    /// not ended its own direction. No thread would find the reset, because none reads after the
+    /// peer's end, and data of this side is lost.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;

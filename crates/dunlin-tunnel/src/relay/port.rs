@@ -1,4 +1,4 @@
-//! The port of a relay, which accepts TLS clients.
+//! A port of a relay: it accepts TLS clients.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::fault::FaultCode;

@@ -27,8 +27,8 @@ const PIECE_BYTES: usize = 512 << 10;
 pub(super) const CHANNEL_BYTES: u64 = 2 * (1080 << 10);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
-// In addition to the four buffers of a piece, rustls buffers one record per direction. The third
-// record is for the sealed bytes, because a record is up to 29 bytes longer than its content.
+// A channel has four buffers of one piece each, and rustls buffers one record per direction. The
+// third record is room for overhead: a sealed record is up to 29 bytes longer than its content.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 
 impl Channel {

@@ -162,7 +162,7 @@ impl Channel {
     }
 
     /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end.
-    /// `may_be_empty` means that splice(2) returned 0, which it also does for an empty record.
+    /// `may_be_empty` means that splice(2) returned 0: at the end of file or for an empty record.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {

@@ -20,10 +20,11 @@ use crate::watched::WatchedSockets;
 
 /// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 16;
-/// A peer counts as silent once this number of consecutive checks have found bytes waiting for it
+/// A peer counts as silent after this number of consecutive checks that find bytes waiting for it
 /// and no progress. That takes about a fifth of [`Limits::vanished`](crate::Limits::vanished), as
-/// for the peer of a trunk. The peer counts as silent until as many consecutive checks have found
-/// progress, or no bytes waiting: a program that reads slowly causes only one report.
+/// for the peer of a trunk. The peer no longer counts as silent after this number of consecutive
+/// checks that find progress or no bytes waiting. A program that reads slowly therefore causes only
+/// one report.
 const SILENT: u32 = 3;
 
 /// A peer's name and host. The checks assume that one process there has all channels of the peer.
@@ -82,7 +83,7 @@ impl Watch {
         channels.push(Arc::downgrade(channel));
         drop(channels);
         let token = u64::from(channel.number) << 1;
-        // If this fails, only the next read or write detects a reset.
+        // If a socket cannot be added, only its next read or write detects a reset.
         if channel.plain.tells_resets() {
             let _ = self.sockets.add(&channel.plain, token, Readiness::Failure);
         }
