@@ -27,8 +27,8 @@
 //!
 //! # Stability
 //!
-//! The items of this page are the crate's interface, listed in `docs/api/dunlin-lane.txt`. A type
-//! in their signatures that has no page here is opaque: pass it on, or print it.
+//! The items of this page are the crate's interface, listed in `docs/api/dunlin-lane.txt`. If a
+//! type in their signatures has no page here, the type is opaque: pass it on, or print it.
 //!
 //! The feature `unstable-internals` makes the modules public for the other crates of this
 //! workspace, without any promise: an item in them may change or disappear in any release.

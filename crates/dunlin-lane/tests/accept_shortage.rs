@@ -14,8 +14,8 @@ use dunlin_test_support::lane::*;
 use rustix::net::{AddressFamily, SocketType, connect, socket};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Permits no further descriptors. (The limit applies to the number of each new descriptor, which is
-/// the lowest free one.)
+/// Permits no further descriptors. (The limit applies to the number of each new descriptor, which
+/// is the lowest free one.)
 fn exhaust() {
     let lowest = File::open("/dev/null").unwrap().as_raw_fd();
     let limit = Rlimit {

@@ -28,8 +28,8 @@ fn i8_no_frame_allocates_on_either_side() {
         let (near, far) = secured(&Crypto::with(provider));
         let mut sender = DataSender::tls(near, stall).unwrap();
         let mut receiver = DataReceiver::tls(far, stall).unwrap();
-        // Both threads stop at the barrier while the count is read. (The first wait on a channel
-        // would allocate.)
+        // Both threads stop at the barrier while the count is read. A channel is not used, because
+        // the first wait on it would allocate.
         let barrier = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {

@@ -25,15 +25,16 @@ use super::resolve;
 use super::splice::Stop;
 
 /// Minimum time for connecting to one address of a name, unless less time remains. Each address
-/// gets an equal share of the remaining time if that is more than this minimum, so that one
-/// unreachable address does not use all the time.
+/// gets an equal share of the remaining time if that share exceeds this minimum. One unreachable
+/// address therefore does not use all the time.
 const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
 pub trait Connector: Send + Sync {
     /// Connects to `endpoint`, a host and a port. The caller makes the descriptor `stop`
     /// ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt. A connector must not read from
-    /// `stop`. If it ignores `stop`, a cancellation takes effect only after it has connected.
+    /// `stop`. If the connector ignores `stop`, a cancellation takes effect only after the
+    /// connector has connected.
     ///
     /// # Errors
     /// No connection was established by `deadline` or before `stop` became readable.

@@ -53,8 +53,8 @@ const AUTOMATIC_LANES: [u16; 2] = [2, 8];
 pub fn lanes(rate: Option<u64>) -> u16 {
     let cpus = affinity::allowed().map_or(1, |cpus| cpus.len());
     // A lane's thread copies each byte to or from the socket, and seals or opens it. A copy takes
-    // about as long as sealing or opening. The measurement seals and opens each byte, so its rate is
-    // about that of a lane.
+    // about as long as sealing or opening. The measurement seals and opens each byte, so its rate
+    // is about that of a lane.
     let lane = || {
         auto()
             .speeds

@@ -171,8 +171,8 @@ fn process(reason: &dyn fmt::Display) -> Choice {
 
 /// Returns what the kernel supports for `suite`, from a cached probe. A refusal is cached for only
 /// half a minute, because the module may be loaded later. A failure of this process (for example,
-/// no free descriptor) is not cached. A process that will later lose the ability to connect to
-/// itself should call this function before that; the cached result then remains valid.
+/// no free descriptor) is not cached. Call this function before the process loses the ability to
+/// connect to itself: the cached result then remains valid.
 ///
 /// # Errors
 /// [`Refused`].

@@ -381,9 +381,9 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns a list with only the name or pin that admitted this peer, or, if neither did,
-    /// [`Peers::AnyFromAuthority`]. The list also admits a renewed certificate that has the name or
-    /// fits the pin, and it may admit other peers. After a handshake, check with
+    /// Returns a list with only the name or pin that admitted this peer. If neither admitted it,
+    /// returns [`Peers::AnyFromAuthority`]. The list also admits a renewed certificate that has the
+    /// name or fits the pin, and it may admit other peers. After a handshake, check with
     /// [`PeerIdentity::is`] whether the admitted peer is this peer.
     #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {

@@ -135,7 +135,7 @@ impl Identity {
 
     /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
     /// Dunlin. The server's name is the first DNS name in `peers`, or else the first IP address
-    /// there, or else `host`. SNI carries it if it is a DNS name.
+    /// there, or else `host`. SNI carries this name if it is a DNS name.
     #[cfg(feature = "unstable-internals")]
     pub fn relay_client(
         &self,
@@ -270,7 +270,7 @@ impl ClientTls {
     }
 
     /// Asks for another server name (SNI); `None` if `name` is neither a DNS name nor an IP
-    /// address. Which peers are accepted does not depend on it.
+    /// address. Which peers are accepted does not depend on the server name.
     #[cfg(feature = "unstable-internals")]
     pub fn asking_for(mut self, name: &str) -> Option<Self> {
         self.server_name = ServerName::try_from(name.to_owned()).ok()?;
@@ -322,8 +322,8 @@ impl ServerTls {
     }
 }
 
-/// A placeholder for the server name, which rustls requires even if it sends none. No verifier in
-/// this crate reads it.
+/// A placeholder for the server name. rustls requires a name even if it sends none. No verifier in
+/// this crate reads the placeholder.
 fn no_name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([0, 0, 0, 0]).into())
 }

@@ -1,5 +1,5 @@
-//! The proof that a lane belongs to a session: an HMAC-SHA-256 (RFC 2104). Its key is a secret that
-//! the side which admits the lane has sent on the control lane.
+//! The proof that a lane belongs to a session: an HMAC-SHA-256 (RFC 2104). Its key is a secret of
+//! the session. The side that admits the lane has sent this secret on the control lane.
 
 use dunlin_proto::limits::LANE_MAC_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, SessionSecret};

@@ -96,7 +96,8 @@ impl Crypto {
     }
 
     /// Returns a rustls provider for TLS 1.3 with the suites of [`Crypto::suites`]. The library
-    /// [`Crypto::provider`] seals records; key exchange uses X25519MLKEM768 (if built in) or X25519.
+    /// [`Crypto::provider`] seals records; key exchange uses X25519MLKEM768 (if built in) or
+    /// X25519.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].

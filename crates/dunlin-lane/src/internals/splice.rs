@@ -226,7 +226,7 @@ mod tests {
                     near.write_all(b"x").unwrap();
                     far.read_exact(&mut [0]).unwrap();
                 }
-                assert!(paused.try_recv().is_err(), "it ended before the stop");
+                assert!(paused.try_recv().is_err(), "`carry` ended before the stop");
                 stop.request();
                 let pause = paused.recv_timeout(LIMIT);
                 // Shut down the sockets in any case, because the scope would not end if `carry` did

@@ -9,8 +9,8 @@ pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until `condition` is notified, for at most `limit` if given, even if a thread panicked
-/// while it held the mutex. May return early.
+/// Waits until `condition` is notified, or until `limit`, if given, has passed. May return early.
+/// Works even if a thread panicked while it held the mutex.
 pub fn wait<'a, T>(
     condition: &Condvar,
     guard: MutexGuard<'a, T>,

@@ -216,8 +216,8 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
-    // Only a pin admitted the stranger. No authority confirms its name, so a list with that name does
-    // not authorise it.
+    // Only a pin admitted the stranger. No authority confirms its name, so a list with that name
+    // does not authorise it.
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
     assert!(
         Peers::AnyFromAuthority

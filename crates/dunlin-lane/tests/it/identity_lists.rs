@@ -1,5 +1,5 @@
-//! If a file has several revocation lists of one authority, because a new list was appended, the
-//! newest list applies, wherever it is in the file.
+//! A file can have several revocation lists of one authority, for example after a new list was
+//! appended. The newest list applies, wherever it is in the file.
 #![allow(clippy::unwrap_used)]
 
 use std::thread;

@@ -129,8 +129,8 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
 }
 
 /// An authority may have several revocation lists, each for one kind of certificate or one
-/// distribution point. A certificate in any of them is refused. The expiry date of a list is ignored
-/// only if a newer list has the same scope.
+/// distribution point. A certificate that any of these lists contains is refused. The expiry date
+/// of a list is ignored only if a newer list has the same scope.
 #[test]
 fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
     use CrlScope::{CaCertsOnly, UserCertsOnly};
@@ -230,7 +230,8 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
             )
         });
     }
-    // The peer does not send this authority's certificate.
+    // The key of the root authority is denied, although the peer does not send the root's
+    // certificate.
     denies(&judge, &[key_pin(&root.pem)]);
     let verdicts_of_named = verdicts(&judge, &names(&[SOURCE]), &by_name);
     assert_all(&verdicts_of_named, "a denied root", |verdict| {
@@ -279,7 +280,7 @@ fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
     ));
     fs::remove_file(host.path(DENIED_FILE)).unwrap();
     assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
-    // The check gives the same result in the directory layouts of QEMU and libvirt.
+    // A malformed list of denied keys is an error in the directory layouts of QEMU and libvirt too.
     let own = self_signed(&wish(&[SOURCE]));
     for (certificate, key) in [
         ("server-cert.pem", "server-key.pem"),

@@ -88,7 +88,7 @@ fn openssl_reads_what_a_lane_sends() {
         let mut peer = openssl("s_server", &directory, suite, &more);
         let mut output = BufReader::new(peer.0.stdout.take().unwrap());
         let mut line = String::new();
-        // s_server prints "ACCEPT 127.0.0.1:PORT" once it listens.
+        // s_server prints "ACCEPT 127.0.0.1:PORT" when it listens.
         while !line.starts_with("ACCEPT ") {
             line.clear();
             assert_ne!(output.read_line(&mut line).unwrap(), 0, "s_server ended");

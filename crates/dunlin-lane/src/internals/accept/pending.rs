@@ -127,9 +127,9 @@ impl Pending {
         }
     }
 
-    /// Ends this side's direction, and keeps the connection until the peer closes it or [`LINGER`]
-    /// has passed. Closing a socket with unread bytes would reset the connection, and a reset
-    /// discards an alert in transit.
+    /// Shuts down this side's sending direction, and keeps the connection until the peer closes it
+    /// or [`LINGER`] has passed. Closing a socket with unread bytes would reset the connection, and
+    /// a reset discards an alert in transit.
     pub(super) fn linger(&mut self, now: Instant) {
         // This fails only if the connection has ended. In that case no peer can read the alert.
         let _ = self.stream.shutdown(Shutdown::Write);

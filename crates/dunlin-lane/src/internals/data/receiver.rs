@@ -172,9 +172,9 @@ impl DataReceiver {
     }
 
     /// Fills `header` with the beginning of the next frame; returns false if the peer closed the
-    /// lane cleanly. Waits without limit, or until `idle_limit` has passed, which is checked only
-    /// once per stall limit. On a plain lane, an end of the connection between two frames counts as
-    /// a clean close.
+    /// lane cleanly. Waits without limit, or until `idle_limit` has passed. This limit is checked
+    /// only once per stall limit. On a plain lane, an end of the connection between two frames
+    /// counts as a clean close.
     ///
     /// # Errors
     /// [`ReceiveError`].

@@ -222,7 +222,7 @@ impl DataSender {
         }
     }
 
-    /// Ends the lane's data; on an encrypted lane, with close_notify, without which the peer treats
+    /// Ends the lane's data. On an encrypted lane, sends close_notify; without it, the peer treats
     /// the end of the connection as a failure.
     ///
     /// # Errors

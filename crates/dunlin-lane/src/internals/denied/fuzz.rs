@@ -5,8 +5,8 @@ use std::path::Path;
 use super::super::identity::error::IdentityErrorKind;
 use super::Denied;
 
-/// Parses any text. Each line that is not only a comment must either deny the key that it contains,
-/// or make parsing fail with the number of that line.
+/// Parses any text. Each line that contains more than a comment must either deny the key that it
+/// contains, or make parsing fail with the number of that line.
 pub fn fuzz_denied(bytes: &[u8]) {
     let path = Path::new("denied");
     let without_comment = |line: &str| line.split('#').next().unwrap_or_default().trim().to_owned();

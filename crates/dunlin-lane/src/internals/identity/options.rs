@@ -17,8 +17,8 @@ pub struct LoadOptions {
     /// Accepts a key that every user of this host can read. For tests and for file systems without
     /// permissions.
     pub allow_key_open_to_all: bool,
-    /// A warning is issued if an item expires within this time, but only in the last third of the
-    /// item's validity, so that short-lived items do not always cause a warning.
+    /// A warning is issued if an item expires within this time and is in the last third of its
+    /// validity. The second condition avoids permanent warnings for short-lived items.
     pub warn_before: Duration,
 }
 

@@ -80,10 +80,10 @@ pub struct Chosen {
     /// The device through which the connection's segments left when its keys were installed, and
     /// whether that device accepts keys; `None` if the kernel does not report it.
     pub device: Option<Device>,
-    /// The kernel's counters, under its own names, of failures and of connections for which a
-    /// network card seals or opens the records. They cover all sockets in this network namespace
-    /// since its creation; no counter is specific to this connection. Empty if the kernel does not
-    /// report them.
+    /// Counters of the kernel, under the kernel's names. They count failures, and connections for
+    /// which a network card seals or opens the records. They cover all sockets in this network
+    /// namespace since its creation; no counter is specific to this connection. Empty if the kernel
+    /// does not report them.
     pub counters: BTreeMap<String, u64>,
 }
 

@@ -30,9 +30,9 @@ pub struct HandoffTls {
 }
 
 impl HandoffTls {
-    /// Returns settings that offer `offer` to a peer trusted by `trust`. `server`, if given, is
-    /// sent as SNI unless it is an IP address. The certificate of `identity`, if given, is
-    /// presented if the peer requests one.
+    /// Returns settings that offer `offer` to a peer trusted by `trust`. If `server` is given and
+    /// is not an IP address, it is sent as SNI. If `identity` is given, its certificate is
+    /// presented to a peer that requests one.
     ///
     /// # Errors
     /// [`SettingsError`].

@@ -73,8 +73,8 @@ fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
 }
 
 /// Processes any records that an authentic peer may seal. Checks that a close ends the connection,
-/// that `messages` finds the same key renewals, and that all other messages use a bounded amount of
-/// memory (invariant I7).
+/// that the direct implementation `messages` finds the same key renewals, and that all other
+/// messages use a bounded amount of memory (invariant I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let is_1_3 = choices.byte() & 1 == 0;

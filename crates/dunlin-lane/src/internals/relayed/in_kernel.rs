@@ -126,8 +126,8 @@ fn not_renewed(error: impl ToString) -> RelayError {
 }
 
 impl Sealing {
-    /// Sets the number of records after which a key is renewed, if `records` is below the key's
-    /// record limit.
+    /// Makes this side renew each of its keys after `records` records, but not later than at the
+    /// key's record limit.
     pub fn renew_after(&self, records: u64) {
         let limit = records.min(RECORD_LIMIT);
         self.keys.limit.store(limit, Ordering::Relaxed);
@@ -304,9 +304,9 @@ impl Opening {
                 // No message may follow the key update in the same record, because the old key
                 // sealed this record.
                 (24, [requested @ (0 | 1)]) if self.message.len() == whole => {
-                    // A request that arrives after the previous one was answered does not count as
-                    // a flood, because a peer without data to send has no other way to request this
-                    // side's next key.
+                    // A request is not part of a flood if this side has answered the previous
+                    // request. A peer without data to send has no other way to request this side's
+                    // next key.
                     if *requested == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
                         self.late_run = 0;
                     }

@@ -82,15 +82,16 @@ impl Session {
         }
     }
 
-    /// Sets the number of records after which a key is renewed, if `records` is below the key's
-    /// record limit. TLS 1.2 cannot renew keys, so the connection ends with [`RelayError::UsedUp`].
+    /// Makes this side renew each of its keys after `records` records, but not later than at the
+    /// key's record limit. TLS 1.2 cannot renew keys: its connection ends there with
+    /// [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
         lock(&self.connection).renew_after(records);
     }
 
-    /// Seals `content`, or the close of this direction if `None`, into the front of `records`,
-    /// which grows as needed. Returns the number of bytes to send. Send them after the bytes of the
-    /// previous call.
+    /// Seals `content` into the front of `records`, which grows as needed. If `content` is `None`,
+    /// seals the close of this direction instead. Returns the number of bytes to send. Send them
+    /// after the bytes of the previous call.
     ///
     /// # Errors
     /// [`RelayError`]; nothing may be sent.

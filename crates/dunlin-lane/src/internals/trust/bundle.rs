@@ -1,4 +1,4 @@
-//! The certificates that a hand-off trusts, in one file, which is the form that toolstacks use.
+//! The certificates that a hand-off trusts. They are in one file, as toolstacks provide them.
 //! Besides authorities the file may hold the peers' own self-signed certificates, which often carry
 //! no name to check.
 //! ```text

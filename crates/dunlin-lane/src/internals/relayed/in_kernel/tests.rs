@@ -3,8 +3,8 @@
 use super::super::fuzz::halves_without_kernel;
 use super::*;
 
-/// The record limit. The peer requests a new key when half of the records are used, and this
-/// side renews its key unprompted when only the records of one call are left.
+/// The record limit. After half as many records, the peer requests a new key. Without a request,
+/// this side renews its key when only the records of one call are left.
 const LIMIT: u64 = 64;
 
 /// Returns both sides of a connection.
@@ -120,7 +120,7 @@ fn user_canceled_is_not_an_error_and_the_close_follows() {
 }
 
 /// After this side's close, the peer would treat a key request as a violation and reset the
-/// connection, which discards data in transit.
+/// connection. A reset discards data in transit.
 #[test]
 fn no_key_is_requested_after_the_close() {
     let ((mut near_seal, _), (mut far_seal, mut far_open)) = pair(Version::V1_3);
