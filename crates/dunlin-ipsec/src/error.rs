@@ -47,7 +47,7 @@ pub enum IpsecError {
         /// The file.
         path: PathBuf,
     },
-    /// Other users may write to the directory of records, or one of them owns it.
+    /// Other users may write to the directory of records, or another user owns the directory.
     #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; only the user of this process may own it and write to it (mode 700 or 755)", path = path.display())]
     Exposed {
         /// The directory.

@@ -128,8 +128,8 @@ impl fmt::Display for Event {
             ),
             Self::Strayed { cpu, sent, carried } => write!(
                 formatter,
-                "lanes of CPU {cpu} used another SA: its own SA carried only {carried} of {sent} \
-                 bytes; the lanes are moved back to it"
+                "lanes of CPU {cpu} used another SA: the CPU's own SA carried only {carried} of \
+                 {sent} bytes; the lanes are moved back to that SA"
             ),
             Self::Rejected { from, why, .. } => write!(formatter, "rejected {from}: {why}"),
         }

@@ -1,13 +1,13 @@
 //! IPsec for TCP ports between two hosts. Two processes negotiate the security associations (SAs)
 //! over a TLS control connection: one SA for each CPU or for each connection.
 //!
-//! [`up`] connects to a [`Server`] on the other host and starts a session. The session lasts at
-//! most until either process or the control connection ends. During the session, plain TCP
-//! connections of other programs on these ports use only ESP in transport mode. A session that is
-//! asked to end removes its SAs, and frees its ports when no connection uses them. If it ends for
-//! another reason, or its process is killed, the ports stay blocked until the next session with
-//! that peer takes them over or [`clean_up`] frees them. Otherwise, an attacker who can interrupt
-//! the control connection could make later packets leave unencrypted.
+//! [`up`] connects to a [`Server`] on the other host and starts a session. The session ends on
+//! request, or when one of the two processes or the control connection ends. During the session,
+//! plain TCP connections of other programs on these ports use only ESP in transport mode. A session
+//! that is asked to end removes its SAs, and frees its ports when no connection uses them. If the
+//! session ends for another reason, or its process is killed, the ports stay blocked: otherwise, an
+//! attacker who can interrupt the control connection could make later packets leave unencrypted.
+//! The next session with that peer takes the ports over, or [`clean_up`] frees them.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)

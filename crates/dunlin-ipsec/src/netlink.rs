@@ -21,8 +21,7 @@ const DONE: u16 = 3;
 const ERROR_TEXT: u16 = 1;
 /// Number of bytes before the attributes of an error: the error number and the request's header.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// The size of the buffer for one receive; the kernel fills at most half of it with each part of a
-/// list.
+/// The size of the buffer for one receive. Each part of a list fills at most half of the buffer.
 const ROOM: usize = 64 << 10;
 
 /// Why a request failed.
@@ -81,7 +80,7 @@ impl Link {
 
     /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
     /// marks the last one. The kernel answers during the send, and continues a list during a
-    /// receive, so if a receive finds no answer, none will arrive later.
+    /// receive. If a receive finds no answer, no answer will arrive later.
     ///
     /// # Errors
     /// Any [`Failure`].

@@ -27,8 +27,8 @@ pub struct Options {
     pub sas_max: u16,
     /// The timeout for each answer from the peer.
     pub timeout: Duration,
-    /// The interval after which the keys for the packets that this side sends are renewed; `None`
-    /// to renew them only on request.
+    /// The interval after which this side renews the keys for the packets that it sends; `None` to
+    /// renew them only on request.
     pub rekey_after: Option<Duration>,
     /// The directory of the records of installed objects.
     pub records: PathBuf,

@@ -17,12 +17,12 @@
 //! object is removed or could not be installed. `heir` means that the session's policies replace
 //! those of an earlier session that had protected the ports. `ended` means that the owner requested
 //! the end of the session. `about` describes the owner ([`Owner`]). Only the last line can be
-//! truncated, and then nothing was installed for it. A record of an earlier boot is void, because
-//! the kernel's tables are gone. A record of another network namespace is left to a process in that
-//! namespace. The file is locked until its process ends or gives the session up.
+//! truncated. In that case its object is not installed. A record of an earlier boot is void,
+//! because the kernel's tables are gone. A record of another network namespace is left to a process
+//! in that namespace. The file is locked until its process ends or gives the session up.
 //!
 //! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
-//! file under another name, which is synced, locked and renamed over the old one.
+//! file under another name. The new file is locked, synced and renamed over the old one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -232,13 +232,14 @@ impl Record {
         self.objects.iter().filter_map(Object::policy)
     }
 
-    /// Whether the ports may be freed as soon as no connection uses them. They may if the owner
-    /// requested the end, or if no connection relies on the policies.
+    /// Whether the ports may be freed as soon as no connection uses them. They may be freed if the
+    /// owner requested the end, or if no connection relies on the policies.
     pub(super) fn is_free(&self) -> bool {
         self.has_ended || !self.has_protected()
     }
 
-    /// Records that the session's policies replace those of a session that had protected the ports.
+    /// Records that the session's policies replace those of an earlier session, which had protected
+    /// the ports.
     pub(super) fn inherit(&mut self) -> Result<(), IpsecError> {
         self.is_heir = true;
         self.write(&format!("{HEIR}\n"))?;
@@ -309,7 +310,7 @@ impl Record {
         self.write(&format!("- {object}\n"))
     }
 
-    /// Records that the policies which `is_gone` selects were removed.
+    /// Records the removal of the policies that `is_gone` selects.
     pub(super) fn policies_gone(
         &mut self,
         is_gone: impl Fn(&Policy) -> bool,

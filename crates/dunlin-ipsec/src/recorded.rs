@@ -13,7 +13,7 @@ use super::tables::{AssociationStatus, Tables};
 /// How long to wait for another process that holds the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A recorded session of a process that is alive or dead.
+/// A recorded session. Its process may be alive or dead.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The record file.

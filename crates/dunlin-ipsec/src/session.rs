@@ -119,7 +119,7 @@ impl Session {
         let covered = parameters.local == local.ip().to_canonical()
             && parameters.peer == peer.ip().to_canonical()
             && parameters.covers(local.port(), peer.port());
-        // Once the session is up, both hosts pass the connection's packets only through an SA.
+        // After the session is up, both hosts pass the connection's packets only through an SA.
         (!covered || shared.up).then_some(covered)
     }
 
@@ -169,9 +169,9 @@ impl Drop for Session {
 }
 
 /// Removes the policies and SAs that dead processes left in this network namespace. Policies that
-/// block previously protected ports stay until a new session takes the ports over, unless the owner
-/// had requested the end of the session. The observer is notified of policies and SAs that cannot
-/// be removed.
+/// block previously protected ports stay until a new session takes the ports over. If the owner of
+/// a dead session had requested its end, its ports are freed when no connection uses them. The
+/// observer is notified of policies and SAs that cannot be removed.
 ///
 /// # Errors
 /// The directory of records is not usable, another process holds its lock for too long, or the

@@ -26,7 +26,7 @@ const REQUEST_BYTES: usize = 56;
 const FIXED_BYTES: usize = 72;
 
 const INET_DIAG_INFO: u8 = 2;
-/// The attribute `INET_DIAG_ULP_INFO` and, nested in it, `INET_ULP_INFO_TLS`
+/// The attribute `INET_DIAG_ULP_INFO` contains `INET_ULP_INFO_TLS`
 /// (include/uapi/linux/inet_diag.h), which contains the two attributes `TLS_INFO_*`
 /// (include/uapi/linux/tls.h).
 const ULP_INFO: u16 = 19;

@@ -14,8 +14,8 @@ const SILENT: [u8; 3] = [6, 7, 10];
 /// to a port without a connection (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
-/// Returns the TCP connections of the calling thread's network namespace that may still send data,
-/// including connections that no process owns.
+/// Returns the TCP connections that may still send data, in the calling thread's network namespace.
+/// The list includes connections that no process owns.
 ///
 /// # Errors
 /// Neither netlink nor procfs lists them.

@@ -81,7 +81,7 @@ impl Tables {
         }
     }
 
-    /// Checks that no packet matches both a policy that `steps` add and an installed policy.
+    /// Checks that no packet matches both a new policy, which `steps` add, and an installed policy.
     /// Exceptions are the inherited policies, and the policies of other sessions that
     /// `only_crosses` allows.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
@@ -226,9 +226,9 @@ impl Tables {
     }
 
     /// Checks that the recorded SAs, and the recorded policies for ports, are installed. If another
-    /// program removed a policy, installs a safe policy in its place: for outgoing packets, one
-    /// that blocks them; for incoming packets, the removed policy again, which accepts only packets
-    /// that an SA has opened.
+    /// program removed a policy, installs a safe policy in its place. For outgoing packets, the
+    /// safe policy blocks them. For incoming packets, it is the removed policy, which accepts only
+    /// packets that an SA has opened.
     ///
     /// # Errors
     /// [`IpsecError::Removed`] or [`IpsecError::RemovedSa`] if an object is missing or was changed,

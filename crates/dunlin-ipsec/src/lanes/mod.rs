@@ -19,8 +19,9 @@
 //! ```
 //!
 //! Control lanes do not use IPsec. A session protects a block of *source* ports of the side that
-//! opens lanes, so the listener of the other side still accepts any peer. The end of a control lane
-//! does not affect a session. Rekeying or the end of a session does not affect a control lane.
+//! opens lanes, not the port of the other side's listener. The listener therefore still accepts any
+//! peer. The end of a control lane does not affect a session. Rekeying or the end of a session does
+//! not affect a control lane.
 //!
 //! With an SA for each CPU, the thread of a lane is pinned to one CPU before it connects. The SA of
 //! that CPU is requested for the CPU's first lane. If the peer's SA table is full, the lane uses
@@ -258,9 +259,9 @@ impl fmt::Debug for IpsecLanes {
 }
 
 impl Shared {
-    /// The body of the thread that answers offers, removes ended sessions and shuts down their
-    /// lanes, moves accepted lanes to the SA of their CPU, and compares the bytes that lanes sent
-    /// with the bytes that SAs carried.
+    /// The body of the thread that serves the lanes. It answers offers, removes ended sessions and
+    /// shuts down their lanes, and moves accepted lanes to the SA of their CPU. It also compares
+    /// the bytes that lanes sent with the bytes that SAs carried.
     fn keep(&self, offered: &Receiver<Offered>) {
         let mut watched = Instant::now();
         loop {
@@ -293,8 +294,8 @@ impl Shared {
         begun.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Returns whether a session covers the lane; `None` while a session that may cover it is being
-    /// set up.
+    /// Returns whether a session covers the lane; `None` while a session that may cover the lane is
+    /// being set up.
     fn is_covered(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -313,9 +314,9 @@ impl Shared {
         is_agreed.then_some(false)
     }
 
-    /// Moves the packets that this side sends on each accepted lane to the SA of the CPU that
-    /// received the lane's last packet before the call of [`IpsecLanes::covers`]. If that CPU has
-    /// no SA, requests one and moves the lane when the SA is installed.
+    /// Moves the packets that this side sends on each accepted lane to the SA of one CPU. This is
+    /// the CPU that received the lane's last packet before the call of [`IpsecLanes::covers`]. If
+    /// that CPU has no SA, requests one and moves the lane when the SA is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {

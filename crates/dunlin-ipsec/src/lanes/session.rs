@@ -329,7 +329,7 @@ impl LaneSession {
     }
 
     /// If the session has ended, shuts down its lanes, because packets from their ports are
-    /// blocked. Returns whether it has ended.
+    /// blocked. Returns whether the session has ended.
     pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
             return false;

@@ -5,8 +5,9 @@ use zeroize::Zeroizing;
 
 /// The size of `struct nlmsghdr`.
 pub(super) const HEADER: usize = 16;
-/// A capacity in bytes that exceeds the longest request, which adds an SA with the longest replay
-/// window. The vector therefore never reallocates, and never leaves a key in freed memory.
+/// The capacity of a request in bytes. It exceeds the longest request: the one that adds an SA with
+/// the longest replay window. The vector therefore never reallocates, and never leaves a key in
+/// freed memory.
 const ROOM: usize = 2048;
 
 /// A request. Its bytes are wiped on drop.

@@ -28,8 +28,9 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Returns which port of this session's control connection a session with these ports and
-    /// addresses would block; `None` if that session would block neither port.
+    /// Compares this session with a second session, which has these ports and addresses. Returns
+    /// the port of this session's control connection that the second session would block; `None` if
+    /// the second session would block neither port.
     pub(crate) fn port_among(&self, ports: PortRange, local: IpAddr, peer: IpAddr) -> Option<u16> {
         if (self.local.ip(), self.peer.ip()) != (local, peer) {
             return None;

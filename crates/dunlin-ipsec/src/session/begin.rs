@@ -1,5 +1,4 @@
-//! The start of a session, which blocks its ports and takes over ports that an earlier session left
-//! blocked.
+//! Starts a session: blocks its ports, and takes over ports that an earlier session left blocked.
 
 use std::net::SocketAddr;
 
@@ -138,9 +137,9 @@ impl Driver {
         })
     }
 
-    /// Called after this session's policies are installed. Removes the policies of earlier sessions
-    /// that this session's policies override. Also frees the other ports of earlier sessions, if no
-    /// connection uses them.
+    /// Called after this session's policies are installed. Removes those policies of earlier
+    /// sessions that this session's policies override. Also frees the other ports of earlier
+    /// sessions, if no connection uses them.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,

@@ -8,8 +8,8 @@ use crate::netdev;
 
 use crate::error::IpsecError;
 
-/// Returns whether packets to an address stay on this host. This is so if the kernel chooses the
-/// same address or a loopback address as their source.
+/// Returns whether packets to an address stay on this host. This is the case if the kernel chooses
+/// this address, or a loopback address, as the packets' source.
 pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
     const DISCARD: u16 = 9;
     let any: IpAddr = match address {

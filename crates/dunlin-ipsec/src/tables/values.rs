@@ -88,8 +88,8 @@ pub(crate) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
     }
 }
 
-/// Whether the kernel's SA, which has the destination and the SPI of `one`, also has the source,
-/// the request id and the direction of `one`.
+/// Whether the kernel's SA has the source, the request id and the direction of `one`. The caller
+/// has found this SA by the destination and the SPI of `one`.
 pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
     installed.source == one.source
         && installed.reqid == one.reqid

@@ -1,11 +1,11 @@
 //! The kernel's IPsec (xfrm) over netlink: security associations (SAs), which the kernel calls
-//! states, and the policies that select the packets that need one (include/uapi/linux/xfrm.h,
+//! states, and policies. A policy selects the packets that need an SA (include/uapi/linux/xfrm.h,
 //! net/xfrm/xfrm_user.c; RFC 4301, RFC 4303).
 //!
 //! This module creates only one kind of SA: ESP in transport mode, AES-256-GCM with a 16-byte tag
 //! (RFC 4106), extended sequence numbers, IPv4 or IPv6. An SA may belong to one CPU
 //! (`XFRMA_SA_PCPU`, Linux 6.13): a lookup on this CPU prefers that SA to an SA without a CPU, and
-//! a lookup on another CPU does not find it. The kernel finds the SA of an inbound packet by
+//! a lookup on another CPU does not find that SA. The kernel finds the SA of an inbound packet by
 //! destination and SPI, on any CPU. docs/decisions/0013-sas-without-a-daemon.md has the tests of
 //! the kernel's behaviour.
 //!
@@ -85,8 +85,8 @@ impl Xfrm {
     /// Adds an SA. The kernel uses it from then on.
     ///
     /// # Errors
-    /// [`Error::Taken`] if another SA has its SPI, [`Error::NoSuchCpu`], [`Error::NoEsp`] if the
-    /// kernel lacks ESP or the cipher, and other errors of the kernel.
+    /// [`Error::Taken`] if another SA has the same SPI, [`Error::NoSuchCpu`], [`Error::NoEsp`] if
+    /// the kernel lacks ESP or the cipher, and other errors of the kernel.
     pub fn add_state(&self, state: &State) -> Result<(), Error> {
         let request = encode::add_state(state);
         let added = self.exchange("adding an SA", request, |_, _| Ok(()));
