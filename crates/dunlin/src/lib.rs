@@ -151,8 +151,8 @@
 //! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
 // Without the feature, items that are public only for the other crates of the workspace would be
-// reported as dead code. Those crates enable the feature, and builds with it report other dead
-// code.
+// reported as dead code. Those crates enable the feature. Builds with the feature still report
+// other dead code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

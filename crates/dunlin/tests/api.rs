@@ -33,7 +33,7 @@ const DUNLIN_MAX: usize = 350;
 /// A path within a crate, the crate's name first.
 type Names = Vec<String>;
 
-/// The items of a module, without those that are left out ([`is_left_out`]), and all its imports.
+/// All imports of a module, and its items except those for which [`is_left_out`] is true.
 #[derive(Default)]
 struct Module {
     items: Vec<Item>,
@@ -50,7 +50,7 @@ struct Use {
     is_public: bool,
 }
 
-/// The modules, by path, of each crate of the workspace that a list needs.
+/// The modules of the workspace's crates, by path. A crate is read when a list first refers to it.
 #[derive(Default)]
 struct Sources {
     modules: BTreeMap<Names, Module>,
@@ -157,8 +157,8 @@ impl Sources {
         items.any(|item| matches!(item, Item::Macro(_)) && text(item).contains(name))
     }
 
-    /// Follows imports to the definitions of the item or module `path`. A name has several
-    /// definitions if it has several kinds, such as a module and a function.
+    /// Follows imports to the definitions of the item or module `path`. One name can have several
+    /// definitions, such as a module and a function.
     fn definitions(&mut self, path: &[String], visited: &mut BTreeSet<Names>) -> Vec<Found> {
         if !visited.insert(path.to_vec()) {
             return Vec::new();

@@ -115,9 +115,9 @@ enum Fault {
     LogForgets,
     /// A log reports each page again and again.
     LogKeeps,
-    /// Device writes continue after the pause.
+    /// A pause has no effect, but the VM reports that it is paused.
     PauseDoesNot,
-    /// A register is not loaded.
+    /// The device's section of the state is not loaded.
     StateIsLost,
     /// The reported run state is always running.
     RunStateLies,

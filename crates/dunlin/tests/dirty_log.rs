@@ -1,5 +1,5 @@
-//! The conformance test of dirty logs: the logs of this crate pass it, and a log that breaks one of
-//! its promises fails it.
+//! The conformance test of dirty logs: the logs of this crate pass it, and a log that breaks a
+//! promise of `DirtyLog` fails it.
 #![allow(clippy::unwrap_used)]
 
 use std::io;

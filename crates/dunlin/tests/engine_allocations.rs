@@ -1,5 +1,5 @@
-//! Tests that after the first pass the lane threads of both sides do not allocate memory for each
-//! chunk. The test is alone in its process, because the counter replaces the process's allocator.
+//! Tests that, after the first pass, no lane thread of either side allocates memory for a chunk.
+//! The test is alone in its process, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

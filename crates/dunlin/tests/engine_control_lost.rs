@@ -1,7 +1,7 @@
-//! Tests that the source replaces a failed control lane and the migration continues. The proxy
-//! causes each of its faults at five points before the switchover, and also several failures in a
-//! row. A cancellation does not wait for the replacement. The tests use real sockets and a guest
-//! that writes.
+//! Tests that the source replaces a failed control lane and the migration continues. A proxy
+//! between the two sides injects each of its faults at five points before the switchover. Another
+//! test loses the control lane several times in a row. A third tests that a cancellation does not
+//! wait for the replacement. The tests use real sockets and a guest that writes.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,8 +34,8 @@ impl Point {
         Self::SecondPass,
     ];
 
-    /// Pages to which the guest writes. In `SecondPass` there are so many that this pass takes some
-    /// time.
+    /// The number of pages to which the guest writes. For `SecondPass` it is larger, so that the
+    /// second pass takes some time.
     fn hot_pages(self) -> u64 {
         match self {
             Self::SecondPass => 1536,
@@ -106,8 +106,8 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
             report.lanes_lost <= most,
             "{point:?} {fault:?} {with_lane} {events:?}"
         );
-        // No iteration starts again from all pages. Each iteration sends only the pages that the
-        // guest wrote to, and the pages that were in flight on the lost lane.
+        // No iteration starts again from all pages. After the first, each iteration sends only the
+        // pages that the guest wrote to and those that were in flight on a lost lane.
         let most = scene.hot_pages + report.pages_again;
         assert!(
             report.iterations[1..].iter().all(|one| one.pages <= most),

@@ -1,6 +1,6 @@
 //! Tests migrations in which the source loses the control lane around *commit*, a journal fails, or
-//! no process answers the source's inquiries. The tests use real sockets, through a relay that
-//! drops bytes and connections at the engine's events.
+//! no process answers the source's inquiries. The tests use real sockets. A test relay between the
+//! two sides drops bytes and connections at the engine's events.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -138,7 +138,8 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // Without a journal, this destination behaves like another process at the same address.
+        // Each session gets a new, empty journal. The destination therefore answers like another
+        // process at the same address.
         let journals = Box::new(Journal::none);
         let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
@@ -527,7 +528,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     drop(record(3, source, DestinationRecord::Aborted));
     drop(record(5, stranger, DestinationRecord::Prepared));
     drop(record(7, source, DestinationRecord::MovedOn));
-    // The session's process is alive and answers inquiries about it.
+    // The process of session 6 is alive, so no other process answers inquiries about this session.
     let _held = record(6, source, DestinationRecord::Running);
     // Ask a host that waits for a VM, and a host that only answers.
     let waiting = Destination::start(&server, there.journal(), TestBuilder::default());
@@ -559,11 +560,11 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     stop.cancel();
     thread.join().unwrap();
     assert!(waiting.finish().0.is_empty());
-    // *aborted* was recorded before it was sent.
+    // The answering host recorded *aborted* before it sent the answer.
     let first = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     let aborted = State::Destination(DestinationRecord::Aborted);
     assert_eq!(first.record().state, aborted);
-    // The inquiry of another host has changed nothing.
+    // Session 5 belongs to another peer, so the inquiry has not changed its record.
     let fifth = SessionJournal::take(&journal, [5; 16], Role::Destination).unwrap();
     let prepared = State::Destination(DestinationRecord::Prepared);
     assert_eq!(fifth.record().state, prepared);

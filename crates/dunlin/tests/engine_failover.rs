@@ -102,8 +102,8 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
             report.pages_again,
             began.elapsed()
         );
-        // If a lane is still in its handshake when everything has been sent, the source does not
-        // use it, and it does not count as lost.
+        // The source does not use a lane that is still in its handshake when everything has been
+        // sent. Such a lane does not count as lost.
         let unnoticed = phase == Phase::Handshake && matches!(fault, Fault::Swallow | Fault::Hold);
         assert!(
             report.lanes_lost == 1 || unnoticed && report.lanes_lost == 0,

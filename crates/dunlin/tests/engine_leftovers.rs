@@ -1,5 +1,5 @@
-//! Tests that a session leaves no threads, sockets or other descriptors of this process behind. The
-//! test is alone in its process, because it counts all of them.
+//! Tests that a session leaves none of its threads, sockets or other descriptors behind. The test
+//! is alone in its process, because it counts all threads and descriptors of the process.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

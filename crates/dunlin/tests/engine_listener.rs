@@ -37,7 +37,7 @@ fn builders(count: usize) -> impl Iterator<Item = TestBuilder> {
 }
 
 /// A gate at which VMs wait during their pause until enough threads have arrived. The test's own
-/// thread may arrive too.
+/// thread can arrive too.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<usize>, Condvar)>);
 
@@ -207,8 +207,8 @@ fn i2_one_value_serves_one_session_after_another() {
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
-/// A `Listener` value that is between two sessions gets no offer while another one waits. An offer
-/// that waits for a value that is dropped goes to another value.
+/// While one `Listener` value waits for an offer, a value that is between two sessions gets none.
+/// If a value is dropped, the offer that waited for it goes to another value.
 #[test]
 fn i2_no_offer_is_lost_to_a_value_that_receives_no_more() {
     let (client, server) = tls();
@@ -281,7 +281,7 @@ fn i7_i8_a_session_that_hangs_and_is_flooded_delays_no_other() {
     let open = lane_open([9; 16], &SessionSecret([0; 32]), 1);
     let mut bytes = Vec::new();
     open.encode(&mut bytes).unwrap();
-    // Lanes wait in the queue until it is full. The next one is closed.
+    // Lanes wait in the queue until the queue is full. The destination closes the next lane.
     let mut flood: Vec<TcpStream> = Vec::new();
     let mut most = 0;
     let until = Instant::now() + LIMIT;

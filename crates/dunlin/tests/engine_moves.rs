@@ -462,7 +462,7 @@ fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_until_an_operator_deci
 
 #[test]
 fn a_guest_that_powers_off_on_the_way_ends_the_migration_on_both_sides() {
-    // The guest powers off when it is described, at the pause, or just before *commit*.
+    // The guest powers off when the source describes the VM, at the pause, or just before *commit*.
     for step in ["describe", "pause", "hold"] {
         let vm = running(8 << 20);
         let same = Arc::downgrade(&vm);

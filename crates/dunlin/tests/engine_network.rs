@@ -111,9 +111,9 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
         }
         let report = sending.join().unwrap().0.unwrap();
         assert_eq!(report.digests_equal, Some(true));
-        // The lane that was not established carried nothing: at `connect_limit` the source begins
-        // with the other lanes. The stalled lane counts as lost only if the source handles its
-        // failure before the session ends.
+        // The stalled lane carried nothing: at `connect_limit` the source begins with the other
+        // lanes. The stalled lane counts as lost only if the source handles its failure before the
+        // session ends.
         assert_eq!(report.lanes.len(), 3, "{report:?}");
         assert!(report.lanes_lost <= 1, "{report:?}");
     });

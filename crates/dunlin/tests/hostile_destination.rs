@@ -1,7 +1,8 @@
 //! Tests a destination that sends a false message (a *lie*), at each step of a session (invariant
-//! I7). The source ends the session with an error that names the lie and the party at fault,
-//! releases its resources, and its guest continues. After *commit* the guest stays paused, because
-//! it may run at the destination. The next migration, to an honest destination, succeeds.
+//! I7). The source ends the session with an error that names the lie and the party at fault, and
+//! releases its resources. After a lie before *commit*, its guest continues. After a later lie the
+//! guest stays paused, because the VM possibly runs at the destination. The next migration, to an
+//! honest destination, succeeds.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]

@@ -241,8 +241,8 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     assert_eq!(runs(&builder.built.unwrap()), 0);
 }
 
-/// A source that only answers pings is given up at the destination's limit, before and after all
-/// memory has arrived.
+/// At its idle limit, the destination gives up a source that only answers pings. It does so before
+/// and after all memory has arrived.
 ///
 /// Claim P9 of docs/security.
 #[test]

@@ -48,8 +48,7 @@ fn meets(before: &Identity, after: &Identity, source: &Identity) -> FaultCode {
             peer.stream.shutdown();
             let mut again = Peer::destination(&listener, &after, None);
             (again.envelope.epoch, again.envelope.sequence) = (2, peer.envelope.sequence);
-            // If the source has accepted this host as the destination, this host may give the
-            // reason for ending the session.
+            // The source reports this fault only if it has accepted this host as the destination.
             let fault = FaultCode::NoMemory;
             let text = "as a test".into();
             again.send(&Message::Cancel { fault, text });

@@ -245,8 +245,8 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
             &near(&source, names(&[DESTINATION])),
             &far(&destination, names(&[SOURCE])),
         );
-        // A source's certificate cannot serve a destination: it is refused here, before the peer
-        // refuses it.
+        // This host refuses to use a source's certificate as a destination, before a peer can
+        // refuse the certificate.
         let error = source
             .server(&Crypto::auto(), Peers::AnyFromAuthority)
             .unwrap_err();
@@ -347,7 +347,7 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
         assert!(expiring.contains(&expected), "{expiring:?}");
     }
 
-    // The warning begins when a third of the certificate's lifetime is left, at the earliest.
+    // The warning begins at the earliest when a third of the certificate's lifetime is left.
     // Otherwise a certificate that is valid for a day would always cause a warning.
     let short = LoadOptions {
         warn_before: 1_000_000 * DAY,

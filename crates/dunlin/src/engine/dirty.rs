@@ -25,8 +25,8 @@ use super::vmm::DirtyLog;
 /// Its regions are those of [`MappedMemory`](super::memory::MappedMemory) over the same
 /// memory.
 ///
-/// It does not see writes by another process that maps the same file, such as a
-/// vhost-user back end, nor DMA into pinned pages (VFIO, direct I/O in flight): those
+/// It does not see writes by another process that maps the same file, such as a vhost-user back
+/// end. It does not see DMA into pinned pages either (VFIO, direct I/O in flight). These writes
 /// need their own logs in addition.
 ///
 /// A region on huge pages is reported in huge pages. A region backed by a file costs page tables

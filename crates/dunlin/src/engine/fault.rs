@@ -76,9 +76,9 @@ impl Fault {
     }
 
     /// The code that is reported to people and to the peer. It is the code of the cause, if the
-    /// cause has one, because that is more precise than the code of the step that failed. For
-    /// example, a lane that could not be opened because no descriptor was left is not the network's
-    /// fault, although the session handles it as a lost lane ([`Fault::code`]).
+    /// cause has one, because that is more precise than the code of the step that failed. Example:
+    /// a lane cannot be opened because no descriptor is left. The session handles this as a lost
+    /// lane ([`Fault::code`]), but the network is not at fault.
     pub(crate) fn kind(&self) -> FaultCode {
         let cause = self.source.as_deref().filter(|_| !self.from_peer);
         cause

@@ -11,7 +11,7 @@ pub use dunlin_lane::dial::{Connector, StandardConnector as StandardHost};
 use super::sync::{Interrupt, Mutex, lock};
 
 /// Opens connections and starts threads for the engine. A VMM that does not let a library open
-/// sockets or start threads implements it.
+/// sockets or start threads implements this trait.
 pub trait Host: Connector {
     /// Runs `body` on a new thread.
     ///

@@ -14,10 +14,10 @@
 //! new space on the disk, and their syncs write no metadata. (posix_fallocate(3) would not be
 //! enough: on ext4 and XFS the first write to preallocated space changes metadata.)
 //!
-//! [`Journal::none`] keeps records in the process's memory. Drawback: if the destination's process
-//! dies before it has answered *commit*, the source gets the answer *no record*, or no answer, and
-//! the VM stays in doubt until an operator has found where it runs. A source that is restarted
-//! after its process died has no sign that it must not start the VM again.
+//! [`Journal::none`] keeps records in the process's memory. Drawback: the destination's process can
+//! die before it has answered *commit*. In that case the source gets the answer *no record*, or no
+//! answer, and the VM stays in doubt until an operator has found where it runs. If the source's
+//! process dies, a restarted source has no sign that it must not start the VM again.
 //!
 //! A session's record is removed when no side will ask about the session again. If a side does not
 //! learn that its record is obsolete, it keeps the record until the same VM moves again

@@ -154,8 +154,8 @@ pub enum Event {
     Paused,
     /// *commit* is about to be sent: the point of no return.
     Committing,
-    /// *commit* has been passed to the kernel, or sending it has failed, which ends the control
-    /// lane.
+    /// *commit* has been passed to the kernel, or sending it has failed. Such a failure ends the
+    /// control lane.
     Committed,
     /// The source began to send *commit*, and no usable answer has arrived. The guest stays paused,
     /// and the source asks the destination.

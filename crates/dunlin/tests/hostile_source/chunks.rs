@@ -148,8 +148,8 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// A chunk contains the same pages twice, raw and as zeros. The source only overwrites its own
-/// pages, which has no other effect.
+/// A chunk contains the same pages twice, raw and as zeros. The chunk overwrites pages of the
+/// source's own VM and has no other effect.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
     let _alone = alone();
@@ -192,8 +192,8 @@ fn i7_overlapping_ranges_do_no_harm() {
     assert!(bytes[5 * 4096..].iter().all(|&byte| byte == 0));
 }
 
-/// Each range of a chunk can be a whole region of 1 TiB. The destination takes seconds to clear it,
-/// but a cancellation does not wait for that.
+/// Each range of a chunk can be a whole region of 1 TiB. The destination takes seconds to clear
+/// such a region, but a cancellation does not wait for that.
 #[test]
 fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let _alone = alone();

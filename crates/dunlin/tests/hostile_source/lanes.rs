@@ -15,7 +15,8 @@ use vm_memory::VolatileSlice;
 use crate::MALFORMED;
 
 /// A lost lane is not an error of the source: the destination fences the lane and continues the
-/// session. It therefore reads the *release* that the test then sends too early, and refuses it.
+/// session. To show that, the test sends *release* too early on the control lane, and the
+/// destination refuses it.
 #[test]
 fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
     refused_by_destination("lane: cut", MALFORMED, "unexpected release", |victim| {

@@ -1,6 +1,6 @@
 //! Tests a source that sends a false message (a *lie*), at each step of a session (invariant I7).
-//! The destination ends the session with an error that names the lie and the party at fault,
-//! releases its resources, never runs the VM without *commit*, and receives the next VM.
+//! The destination ends the session with an error that names the lie and the party at fault, and
+//! releases its resources. It never runs the VM without *commit*, and it receives the next VM.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]

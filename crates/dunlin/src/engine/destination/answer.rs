@@ -35,8 +35,8 @@ const ANSWERS_LIMIT: usize = 8;
 
 const NOT_THE_PEER: &str = "the session's source has another identity";
 
-/// What the offer on an inquiry's control lane may ask for: every feature and every security,
-/// because no data lane follows.
+/// What the offer on an inquiry's control lane may ask for: every feature of a migration and every
+/// security, because no data lane follows.
 pub(super) const INQUIRIES: Supported = Supported {
     versions: VERSIONS,
     features: Features::VERIFY,
@@ -421,7 +421,7 @@ impl Answering {
 
     /// Stops answering, and leaves a record from which a later listener on this host answers that
     /// the VM does not belong to the old source. Call it after the VM has been moved away from this
-    /// host, before its process ends. If the record remained *running*, a later listener would
+    /// host, before the VM's process ends. If the record remained *running*, a later listener would
     /// answer that the VM died.
     ///
     /// # Errors

@@ -102,7 +102,7 @@ impl Attempt {
         self.reached < Reached::Accepted || self.source_keeps
     }
 
-    /// Whether the guest runs here; valid once this side has the VM.
+    /// Whether the guest runs here; valid only if this side has the VM.
     pub(super) fn runs(&self) -> bool {
         self.reached == Reached::Committed { run: true }
     }
@@ -159,8 +159,8 @@ impl<'a> Arriving<'a> {
                     .warn("too late to cancel: the VM is here".into());
             }
             // These actions need no code here. `resume_control` closes old control lanes when it
-            // adopts a new one, `Settled` removes the record of a *released* session, `perform`
-            // drains, and the phases execute the others.
+            // adopts a new one. `Settled` removes the record of a *released* session. `perform`
+            // drains. The phases execute the others.
             Do::CloseOld
             | Do::Forget
             | Do::Drain

@@ -132,8 +132,8 @@ impl IterationBarrier {
         lock(&self.state).wants(lane)
     }
 
-    /// Drops the handle to the lane's connection when its thread ends, so that a source
-    /// that opens and ends one lane after another does not exhaust descriptors (invariant I7).
+    /// Drops the handle to the lane's connection when the lane's thread ends. Otherwise a source
+    /// that opens and ends one lane after another could exhaust descriptors (invariant I7).
     pub(in crate::engine) fn forget(&self, lane: u16) {
         lock(&self.state).interrupts.remove(&lane);
     }

@@ -13,9 +13,9 @@ use super::super::control::FromPeer;
 use super::super::fault::Fault;
 use super::received::DestinationEvent;
 
-/// Maximum number of events from [`Inbox::push`], mostly connections, that wait while the session's
-/// thread is busy, for example in the VMM. Further events are dropped. Plain lanes are not
-/// authenticated at this point, so any host can open them (invariant I7).
+/// Maximum number of events from [`Inbox::push`] that wait while the session's thread is busy, for
+/// example in the VMM. Most of these events are connections. Further events are dropped. Plain
+/// lanes are not authenticated at this point, so any host can open them (invariant I7).
 const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 
 /// Sent to the session's thread by the acceptor, the readers of control lanes, the lane

@@ -237,8 +237,8 @@ impl Lane {
         };
         for range in raw() {
             let (index, first, count) = pages_of(range);
-            // Mark before writing: a lane that fails in between may leave unwritten pages marked,
-            // but never written pages unmarked.
+            // Mark before writing. If the lane fails in between, marked pages may be unwritten,
+            // which does no harm. Every page that was written is marked.
             self.memory.mark_written(index, first, count);
         }
         if let Some(share) = &self.share {

@@ -51,7 +51,7 @@ impl Lanes {
         }
     }
 
-    /// Whether no lane runs and no ended lane has received anything.
+    /// Whether no lane runs and nothing has arrived on earlier lanes.
     pub(super) fn are_untouched(&self) -> bool {
         self.threads.is_empty() && self.wire_bytes == 0
     }

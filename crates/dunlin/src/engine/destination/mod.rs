@@ -13,7 +13,8 @@
 //! that was built here.
 //!
 //! The steps *describe*, *receive*, *load*, *commit*, *release* and *close*, and each lane, are
-//! `tracing` spans in the span of the session, which begins with the wait for a source.
+//! `tracing` spans in the span of the session. The session's span begins with the wait for a
+//! source.
 
 mod answer;
 mod arriving;

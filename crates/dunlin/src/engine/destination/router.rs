@@ -94,7 +94,7 @@ impl Router {
         Ok((router, Arc::new(Accepting(stop))))
     }
 
-    /// Waits for the end of the listener's thread, which has been stopped.
+    /// Waits for the end of the listener's thread. The caller has already requested its stop.
     pub(super) fn join(&self) {
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
@@ -186,7 +186,7 @@ impl Router {
         let peer = peer_of(&stream);
         lock(&self.table).tell(DestinationEvent::Inquired { peer: peer.clone() });
         // Release the lock of `answers` before `reject` locks the table, because `hold` locks the
-        // table first.
+        // table before `answers`.
         let begun = lock(&self.answers).begin(stream, offer);
         if let Err(refusal) = begun {
             self.reject(format!("inquiry from {peer}: {refusal}"));
@@ -245,7 +245,7 @@ impl Router {
     }
 
     /// Assigns a VM to the session of `slot`. Returns false if another session already has the VM.
-    /// That session ends if it has lost its control lane and `peer` is its source.
+    /// The other session ends if it has lost its control lane and `peer` is its source.
     pub(super) fn describe(&self, slot: u64, vm: [u8; 16], peer: &PeerIdentity) -> bool {
         let mut table = lock(&self.table);
         let Err(other) = table.sessions.describe(slot, vm) else {
@@ -261,7 +261,7 @@ impl Router {
         false
     }
 
-    /// Takes the session out of its slot. It gets no more connections.
+    /// Takes the session out of its slot. The session gets no more connections.
     pub(super) fn end(&self, slot: u64) {
         lock(&self.table).end(slot);
     }

@@ -49,7 +49,7 @@ impl Connection {
         open
     }
 
-    /// The next frame; `None` once no frame can arrive.
+    /// The next frame; `None` if no further frame can arrive.
     pub(super) fn receive(&self) -> Option<Frame> {
         let mut state = self.state.lock().unwrap();
         loop {

@@ -472,10 +472,9 @@ fn receive_all(
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
                     for &(page, version) in half {
-                        // One lane may read a page for an iteration after another lane has read it
-                        // for the next iteration. The chunk of the later iteration then has the
-                        // older version. No write is lost, because the page has been written in
-                        // between and is sent again.
+                        // Lane A may read a page for an iteration after lane B has read it for the
+                        // next iteration. In that case B's chunk has the older version. No write is
+                        // lost: the page was written between the two reads, so it is sent again.
                         let (last, was) = memory[page];
                         assert!(
                             last < iteration || last == iteration && was <= version,

@@ -2,18 +2,18 @@
 //! the thread that runs next.
 //!
 //! The code under test is the engine's own: [`super::source::work_queue`],
-//! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and `Tune`.
-//! Sockets and guest memory are replaced ([`migration`]). Half of the schedules are random.
-//! The other half give each thread a priority and change it a few times, which finds errors
-//! that need a thread to pause for a long time. A deadlock ends a run with a panic. A lost wake-up
-//! is a deadlock too.
+//! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and `Tune`. Sockets and
+//! guest memory are replaced ([`migration`]). Half of the schedules are random. The other half give
+//! each thread a priority and change the priorities a few times. That finds errors that occur only
+//! if a thread pauses for a long time. A deadlock ends a run with a panic. A lost wake-up is a
+//! deadlock too.
 //!
 //! Each run prints the number of schedules. A failure prints its seed: `DUNLIN_SEED=…` repeats the
 //! run. `DUNLIN_SOAK=1` tries fifty times as many schedules.
 //!
-//! Planted mistakes show that the checks find errors. The mistakes in the locks ([`sync::Mistake`])
-//! include one for each of the engine's notifications, which omits that notification. The mistakes
-//! in the decisions are those of [`dunlin_proto::mistake`].
+//! Planted mistakes show that the checks find errors. For each of the engine's notifications, a
+//! mistake in the locks ([`sync::Mistake`]) omits that notification. The mistakes in the decisions
+//! are those of [`dunlin_proto::mistake`].
 #![allow(clippy::unwrap_used)]
 
 mod barrier;

@@ -31,8 +31,8 @@ pub(super) enum Mistake {
 /// Whether timed waits expire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Timeouts {
-    /// Timed waits never expire, so a wait that only its time limit would end is reported
-    /// as a deadlock.
+    /// Timed waits never expire. If only the time limit could end a wait, the checker reports a
+    /// deadlock.
     #[default]
     Never,
     /// Timed waits expire at the checker's choice.

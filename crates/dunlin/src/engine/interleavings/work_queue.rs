@@ -116,7 +116,7 @@ pub(super) fn share() {
     assert!(reported.recv().is_err(), "one iteration was cut twice");
 }
 
-/// Lanes at the limit of chunks in flight continue once some of these chunks are acknowledged.
+/// Lanes at the limit of chunks in flight continue after some of these chunks are acknowledged.
 pub(super) fn acknowledged() {
     // Every second page is dirty, so each dirty page is a separate range.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
@@ -193,7 +193,7 @@ pub(super) fn stop() {
     }
 }
 
-/// A lane ends when its connection ends before it is admitted.
+/// A lane ends if its connection ends before the lane is admitted.
 pub(super) fn not_admitted() {
     let work_queue = work_queue(1, 1, None);
     let ended = Arc::new(Mutex::new(false));

@@ -24,7 +24,7 @@ pub enum JournalError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The directory's mode permits other users something, or one of them owns it.
+    /// The directory's mode grants access to other users, or another user owns the directory.
     #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.

@@ -19,8 +19,8 @@ use super::entry::{Disk, Entry, Role, may_follow};
 use super::error::{JournalError, io_error};
 
 /// How long to wait for a file's lock. This is long enough for a listing, which holds the lock for
-/// microseconds. Waiting longer is useless if a session holds the lock, because it does so for the
-/// duration of the migration or for the lifetime of the VM.
+/// microseconds. A longer wait is useless, because a session holds the lock for the whole migration
+/// or for the lifetime of the VM.
 const LOCK_LIMIT: Duration = Duration::from_millis(200);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
@@ -86,9 +86,9 @@ impl Directory {
         self.path.join(file_name(session, role))
     }
 
-    /// Creates and locks the file of the session in `record`, with space for all of its
-    /// later records, or takes over the file of an earlier attempt that `record` may
-    /// follow.
+    /// Creates and locks the file of the session in `record`, with space for all of its later
+    /// records. If the file of an earlier attempt exists and `record` may follow that attempt,
+    /// takes over that file.
     pub(super) fn create(&self, record: &Record, role: Role) -> Result<HeldFile, JournalError> {
         let path = self.path(record.session, role);
         let created = OpenOptions::new()

@@ -87,14 +87,14 @@ impl SessionJournal {
     /// Creates the file for the first attempt of a session of a VM, and removes obsolete records of
     /// earlier sessions.
     ///
-    /// At the source, all records of earlier sessions of the same VM are obsolete, unless one of these
-    /// sessions is undecided, which is an error. `peer` is `None`, because a source has not connected
+    /// At the source, all records of earlier sessions of the same VM are obsolete. If one of these
+    /// sessions is undecided, the call fails. `peer` is `None`, because a source has not connected
     /// to a peer yet.
     ///
-    /// At the destination, only records of sessions that `peer` started can be obsolete. A record of
-    /// the same VM is obsolete unless it says *running*. Of other VMs that never ran here, the oldest
-    /// records are obsolete, so that `peer` has at most [`MAX_RECORDS_OF_A_PEER`] such records,
-    /// including the new one.
+    /// At the destination, only records of sessions that `peer` started can be obsolete. A record
+    /// of the same VM is obsolete unless it says *running*. For other VMs that never ran here,
+    /// `peer` keeps at most [`MAX_RECORDS_OF_A_PEER`] records, including the new one. The oldest
+    /// records beyond that number are obsolete.
     ///
     /// A record that a living process holds is kept.
     ///
@@ -181,8 +181,8 @@ impl SessionJournal {
         &self.record
     }
 
-    /// Records the session's peer. Call it once the peer is authenticated, and before
-    /// the first record about which the peer may ask.
+    /// Records the session's peer. Call it after the peer is authenticated and before the first
+    /// record about which the peer may ask.
     ///
     /// # Errors
     /// [`JournalError::Io`], or [`JournalError::Record`] if the peer's name is too long.
@@ -301,7 +301,7 @@ impl Held {
 /// A file from a release without peer blocks contains less. At the destination, it has the names in
 /// the source's certificate: `peer` must have the same names, certified by an authority. At the
 /// source, it has only the destination's address, so every peer that the source trusts matches, as
-/// it did in that release.
+/// in that release.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),

@@ -78,8 +78,8 @@ impl Doubt {
     /// the other options, only those for connections apply. `vm` is the VM if it ran outside the
     /// dead process, or `None` if the VM died with that process.
     ///
-    /// The call cannot be cancelled. It asks for at most `options.doubt_limit`, and then waits at
-    /// most one second for the destination to close the lane.
+    /// The call cannot be cancelled. It stops asking after `options.doubt_limit`. After that, it
+    /// waits at most one second for the destination to close the lane.
     ///
     /// # Errors
     /// [`ResolveError`]: an action that follows from the record or the answer failed.

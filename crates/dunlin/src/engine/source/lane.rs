@@ -223,8 +223,8 @@ impl Lane {
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }
-            // If the chunk contained zero pages, the frame has room for more pages. Each added page
-            // may need a range of its own.
+            // If some of the chunk's pages were all zero, the frame has room for more pages. Each
+            // added page may need a range of its own.
             let raw_pages = frame.payload_bytes() as u64 / PAGE_BYTES;
             let ranges_left = MAX_RANGES_PER_CHUNK - ranges.len();
             let room = (CHUNK_PAGES - raw_pages).min(ranges_left as u64);
@@ -292,7 +292,7 @@ impl Default for Frames {
     }
 }
 
-/// Adds one page to the last range if it continues that range, otherwise as a new range.
+/// Adds one page: to the last range if the page continues that range, otherwise as a new range.
 fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
     if let Some(last) = ranges.last_mut()
         && last.region == region

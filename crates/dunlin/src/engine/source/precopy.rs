@@ -359,8 +359,8 @@ mod tests {
 
     /// A link of 100 MiB/s carries a chunk of 256 KiB in 2.5 ms. With 10 ms of chunks in flight and
     /// nothing dirty, the last byte arrives too late for a limit of 15 ms, because the rest of the
-    /// switchover takes 6 ms. Once half of these chunks have been acknowledged, the last byte
-    /// arrives in time.
+    /// switchover takes 6 ms. After half of these chunks are acknowledged, the last byte arrives in
+    /// time.
     #[test]
     fn data_in_flight_counts_against_the_downtime_limit() {
         const BYTES_PER_S: u64 = 100 << 20;

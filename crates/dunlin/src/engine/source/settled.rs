@@ -66,8 +66,8 @@ impl Settled {
             threads.chain(session.threads),
             session.observer,
         );
-        // Keep the record if it is not *released*: the source then has not asked the destination to
-        // forget the session, and may still need the record.
+        // Keep a record that is not *released*: the source has not asked the destination to forget
+        // such a session, and may still need the record.
         if session.journal.record().state == State::Source(SourceRecord::Released)
             && let Err(error) = session.journal.forget()
         {

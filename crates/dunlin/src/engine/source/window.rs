@@ -6,8 +6,8 @@ use dunlin_proto::limits::PAGE_BYTES;
 
 use super::super::report::Traffic;
 
-/// Above this ratio of zero pages to other pages, a pass does not measure the bandwidth, except
-/// when the previous pass was above the ratio too.
+/// A pass above this ratio of zero pages to other pages measures the bandwidth only if the previous
+/// pass was above the ratio too.
 const MOSTLY_ZERO: u64 = 4;
 
 /// A measurement of the bandwidth, over one pass or over several short ones.
@@ -103,8 +103,8 @@ mod tests {
         // The first passes send untouched memory. A guest that has only zero pages must finish too.
         assert_eq!(pass(0, ZERO), None);
         assert_eq!(pass(0, ZERO), Some(40 * BYTES_PER_S));
-        // Then come passes of pages that the guest works on, and between them a pass of pages that
-        // the guest has only touched.
+        // The next passes send pages that the guest works on. One pass between them sends pages
+        // that the guest has only touched.
         assert_eq!(pass(RAW, 0), Some(BYTES_PER_S));
         assert_eq!(pass(RAW / 100, ZERO), None);
         assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));

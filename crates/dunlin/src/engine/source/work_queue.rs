@@ -56,7 +56,7 @@ struct LaneShare {
     traffic: Traffic,
     /// Interrupts the thread's blocking calls, except a wait in the work queue.
     interrupt: Option<Interrupt>,
-    /// The lane's connection, once it is open.
+    /// The lane's connection; `None` before the connection is open.
     connection: Option<Canceller>,
     /// Whether the thread must end.
     cut: bool,
@@ -204,8 +204,8 @@ impl WorkQueue {
         }
     }
 
-    /// Waits for work for `lane`. Returns [`Work::Stop`] once the lane has been cut. `report` sends
-    /// an event to the session, and `has_ended` checks the lane's connection.
+    /// Waits for work for `lane`. Returns [`Work::Stop`] after the lane has been cut. `report`
+    /// sends an event to the session, and `has_ended` checks the lane's connection.
     ///
     /// # Errors
     /// The connection ended before the destination admitted the lane.
