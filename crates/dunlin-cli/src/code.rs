@@ -10,6 +10,6 @@ pub(crate) const USAGE: i32 = 2;
 pub(crate) const IN_DOUBT: i32 = 3;
 /// Cancelled; the VM is at the source.
 pub(crate) const CANCELLED: i32 = 4;
-/// The exit code after a second signal, which ends a process immediately, is this number plus the
-/// signal's number, as in shells.
+/// A second signal ends a process immediately. The exit code is this number plus the signal's
+/// number, as in shells.
 pub(crate) const SIGNAL: i32 = 128;

@@ -80,7 +80,8 @@ static OWNERS: OnceLock<Vec<FileAccess>> = OnceLock::new();
 /// informative than the kernel's.
 ///
 /// # Errors
-/// The tunnel is confined, and its configuration did not have this owner and group at its start.
+/// The tunnel is confined, and its configuration did not have this owner and group when the tunnel
+/// started.
 pub(crate) fn allows_owner(access: &FileAccess) -> Result<()> {
     let is_same = |one: &FileAccess| (one.owner, one.group) == (access.owner, access.group);
     match OWNERS.get() {
@@ -343,9 +344,9 @@ fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     Ok(files::Taken::wholly(left))
 }
 
-/// Forbids new local sockets and listening sockets in all threads. The process can then not reach
-/// other local services, some of which act as root for their clients. If `ipsec`, lanes may still
-/// bind their source ports. No effect if system calls are not confined.
+/// Forbids new local sockets and listening sockets in all threads. After this call, the process
+/// cannot reach other local services, some of which act as root for their clients. If `ipsec`,
+/// lanes may still bind their source ports. No effect if system calls are not confined.
 ///
 /// # Errors
 /// The kernel rejected the filter. The previous confinement stays in force.

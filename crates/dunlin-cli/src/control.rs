@@ -95,7 +95,7 @@ pub(crate) fn make_directory(directory: &Path, mode: u32) -> Result<()> {
         .with_context(|| format!("cannot create {}", directory.display()))
 }
 
-/// Pause in accepting after descriptors or memory ran out.
+/// How long a thread that accepts connections waits after descriptors or memory ran out.
 pub(crate) const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &AtomicBool) {
@@ -216,7 +216,7 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
 const ANSWER_LINE_BYTES: u64 = 64 << 20;
 
 /// Connects to a control socket. A stopped process accepts nothing, and a plain connect would wait
-/// without a limit once the socket's backlog is full.
+/// without a limit when the socket's backlog is full.
 fn connect_within(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
     let (_waker, stop) = waker()?;
     let stream = connect_unix(socket, Instant::now() + limit, &stop)?;

@@ -208,8 +208,9 @@ impl Init {
     }
 }
 
-/// For each host, the text for it in the names of routes: the first label of its DNS name if all
-/// hosts then differ, and otherwise its whole name. An IP address is always used whole.
+/// For each host, returns the part of a route's name that identifies the host. If the first labels
+/// of the DNS names all differ, this is the first label, and otherwise the whole name. An IP
+/// address is always used whole.
 fn labels(hosts: &[String]) -> Result<Vec<String>> {
     let plain = |text: &str| text.replace(['.', ':'], "-");
     let first = |host: &String| match host.parse::<IpAddr>() {

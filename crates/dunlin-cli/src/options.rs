@@ -172,7 +172,7 @@ pub(crate) struct MigrateFlags {
     /// Compare both memories before commit, while the guest is paused; lengthens the downtime.
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Digest the source's memory once the destination has the VM, for a parent process that
+    /// Digest the source's memory after the destination has the VM, for a parent process that
     /// compares the digests.
     #[arg(long, hide = true)]
     #[serde(default)]

@@ -1,5 +1,5 @@
-//! Writes lines to standard output and standard error, of which the reader may be gone or stalled.
-//! Such a reader must not end or delay a process that holds a VM.
+//! Writes lines to standard output and standard error. The reader of these streams can be gone or
+//! stalled. Such a reader must not end or delay a process that holds a VM.
 
 use std::io::{Write, stdout};
 use std::os::fd::AsFd;
@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use dunlin_linux::poll::{Interest, poll};
 
-/// How long a line waits for a stalled reader. The time is short, because the threads that print and
-/// log also move VMs, and a stalled reader must not keep a guest paused.
+/// How long a line waits for a stalled reader. The time is short, because the threads that print
+/// and log also move VMs, and a stalled reader must not keep a guest paused.
 const STALL_LIMIT: Duration = Duration::from_millis(10);
 
 /// The length of a line, with its line break, for which every writable pipe has space (PIPE_BUF,
@@ -43,8 +43,8 @@ pub(crate) fn put(line: &str) {
     let _ = out.flush();
 }
 
-/// Prints a line on standard output, unless no process reads it. `warning` turns a text about lost
-/// lines into a line.
+/// Prints a line on standard output. If no process reads standard output, the line is lost.
+/// `warning` turns a text about lost lines into a line.
 pub(crate) fn offer(line: &str, warning: impl Fn(String) -> String) {
     if !is_writable(&stdout(), &LOST) {
         return;

@@ -24,8 +24,8 @@ use crate::state::hex;
 
 /// The authority's key, next to its certificate. It never leaves the directory.
 const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
-/// How long before now a certificate becomes valid. The clocks of two hosts differ, and a new
-/// certificate must be valid on both.
+/// The validity of a certificate starts this long before the time of issue. The clocks of two hosts
+/// differ, and a new certificate must be valid on both hosts.
 const BACKDATE: Duration = Duration::hours(1);
 
 #[derive(Debug, Subcommand)]

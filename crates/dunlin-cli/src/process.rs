@@ -19,8 +19,8 @@ use crate::vm::{Ended, follow};
 
 /// A child process that owns a VM or waits for one. Dropping this value kills the child. If the
 /// parent dies first, the child's standard input closes; the child then removes the scratch
-/// directory and ends. Reads of the child's output have no timeout, because the processes have their
-/// own deadlines.
+/// directory and ends. Reads of the child's output have no timeout, because the processes have
+/// their own deadlines.
 pub(crate) struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
@@ -74,8 +74,8 @@ impl Process {
         Ok((process, address))
     }
 
-    /// Starts `vm run` with a guest of this name, and waits until the guest runs. If `more` asks for
-    /// several guests, waits only for the first.
+    /// Starts `vm run` with a guest of this name, and waits until the guest runs. If `more` asks
+    /// for several guests, waits only for the first.
     pub(crate) fn running(
         scratch: &Scratch,
         control: &Path,

@@ -53,8 +53,8 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Starts threads that send the process's signals as events. `ending` is called after the first
-/// SIGINT or SIGTERM; a second one ends the process immediately.
+/// Starts threads that wait for signals and send them to `sender` as events. After the first SIGINT
+/// or SIGTERM, a thread calls `ending`; a second one ends the process immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,
@@ -132,8 +132,8 @@ pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Res
     named.spawn(work).map(drop)
 }
 
-/// Runs `work` on a new thread and waits for it. The end of the thread frees its stack, and the free
-/// memory that malloc caches for it.
+/// Runs `work` on a new thread and waits for it. The end of the thread frees its stack, and the
+/// free memory that malloc caches for it.
 pub(crate) fn on_own_thread<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("dunlin-session".into());

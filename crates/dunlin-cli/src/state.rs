@@ -64,8 +64,8 @@ impl StatePath {
         Ok(self.open()?.list()?)
     }
 
-    /// The only session with an identifier that begins with `prefix`. If both sides are on this host,
-    /// the entry is that of the source.
+    /// The only session with an identifier that begins with `prefix`. If both sides are on this
+    /// host, the entry is that of the source.
     pub(crate) fn find(&self, prefix: &str) -> Result<(Entry, Record)> {
         let prefix = prefix.to_ascii_lowercase();
         let mut found: Vec<Entry> = self

@@ -1,8 +1,7 @@
 //! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
-//! journals, status or errors.
-//! The canaries are bytes that the test writes into a guest's memory, and the secret number and a
-//! line of each key's file. The test searches for parts of each, raw, escaped, in base64, and as
-//! integers of one to eight bytes in hexadecimal and decimal.
+//! journals, status or errors. The canaries are bytes that the test writes into a guest's memory,
+//! and the secret number and a line of each key's file. The test searches for parts of each canary,
+//! raw, escaped, in base64, and as integers of one to eight bytes in hexadecimal and decimal.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -23,13 +22,12 @@ use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Length in bytes of the parts of a canary for which the test searches.
+/// The test searches for parts of a canary of this length in bytes.
 const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
 
-/// Length in bytes of the parts of a canary for which the test searches as integers of more than one
-/// byte.
+/// The test also searches for parts of a canary of this length as integers of more than one byte.
 const WORDS_BYTES: usize = 8;
 
 /// What may separate two integers: the formats of Rust's `Debug`, and what programs print.
@@ -321,7 +319,7 @@ impl Scene {
         assert!(kept > 0, "there is no journal");
     }
 
-    /// Every output and written file, except the identities.
+    /// All output and every written file, except the identities.
     fn everything(&self) -> Vec<(PathBuf, Vec<u8>)> {
         let mut found = Vec::new();
         for directory in ["output", "state", "one", "two"] {
@@ -348,8 +346,8 @@ fn moves(scene: &mut Scene, json: &str, pages: &[&[u8]]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // Write the canaries after the guest's working set and the filled part, where the guest does not
-    // overwrite them, each at the start of a page.
+    // Write each canary at the start of a page, at addresses above the guest's working set and the
+    // filled part. The guest does not overwrite these pages.
     let places: Vec<_> = (24_u64 << 20..).step_by(4096).zip(pages).collect();
     for (place, canary) in &places {
         memory.write_all_at(canary, start + place).unwrap();

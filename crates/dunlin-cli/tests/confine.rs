@@ -198,7 +198,7 @@ fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
         assert!(text.contains(part), "{text}");
     }
     // The links are in an allowed directory, but lead to files outside it. The kernel denies access
-    // to these files too.
+    // to these files.
     for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
         fs::create_dir_all(allowed.join("sub")).unwrap();
         symlink(

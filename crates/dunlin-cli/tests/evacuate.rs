@@ -268,7 +268,7 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
         assert!(result["downtime_ms"].as_u64().is_some(), "{result}");
         assert!(result["duration_s"].as_f64() > Some(0.0), "{result}");
         scene.runs_on(Side::B, vm);
-        // The definition has moved, too.
+        // libvirt's definition of the VM has moved too.
         assert_eq!(scene.pair.state(Side::A, vm).unwrap(), None);
         assert!(
             scene
@@ -342,8 +342,8 @@ fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
     let run = scene.begin(Side::A, SLOW);
     assert_eq!(copies(&run), "ci");
     run.kill();
-    // libvirt continues the migration, and the second command, which has another budget, waits for
-    // its end.
+    // libvirt continues the migration. The second command has another budget, and waits for the
+    // migration to end.
     let second = scene.evacuate(Side::A, "--outbound 1G").expect(0);
     println!("{}", second.out);
     let lines = second.lines();
@@ -500,8 +500,8 @@ fn budgets_are_not_exceeded_on_a_limited_link() {
     }
 }
 
-/// The guest has pages on both hosts, so neither copy must be destroyed. Only an operator can resume
-/// the migration.
+/// The guest has pages on both hosts, so the command must not destroy either copy. Only an operator
+/// can resume the migration.
 #[test]
 fn i1_i2_a_link_that_is_cut_in_post_copy_leaves_a_vm_that_can_be_resumed() {
     if !soak() {

@@ -104,7 +104,8 @@ impl Task {
         self.field("voluntary_ctxt_switches").parse().unwrap()
     }
 
-    /// Returns when the thread waits. If a byte has woken it, it has then handled that byte.
+    /// Returns when the thread waits. If a byte has woken the thread, the thread has then handled
+    /// that byte.
     fn settles(&self) {
         while !self.field("State").starts_with('S') {
             thread::yield_now();
@@ -133,8 +134,8 @@ fn arrive(near: &TcpStream, bytes: usize) {
     }
 }
 
-/// Counts how often the whole process wakes. A unit test of `accept::client` checks that the kernel
-/// does not wake the process for each byte of an incomplete hello.
+/// Counts how often the accepting thread of a real process wakes. A unit test of `accept::client`
+/// checks that the kernel does not wake the process for each byte of an incomplete hello.
 ///
 /// Claim F6 of docs/security.
 #[test]
@@ -151,7 +152,8 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // The thread sets its name when it starts. Once a client has been served, it has started.
+    // The accepting thread sets its name when it starts. After it has served a client, the name is
+    // set.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());
@@ -165,7 +167,8 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
         near.set_nodelay(true).unwrap();
         for (sent, byte) in (1..).zip(bytes) {
             near.write_all(&[*byte]).unwrap();
-            // Later bytes may fill the buffer of the socket, which the kernel reports.
+            // Later bytes may fill the buffer of the socket. The kernel then wakes the process
+            // early.
             if sent <= ALONE {
                 arrive(&near, sent);
                 task.settles();

@@ -163,8 +163,8 @@ fn script(pool: &Pool, text: &str) -> PathBuf {
     helper
 }
 
-/// A helper that succeeds without passing a socket, and leaves a process with its end of the
-/// caller's socket.
+/// A helper that succeeds without passing a socket. It leaves behind a child process, which keeps
+/// the helper's end of the caller's socket open.
 const LEAVES_ONE: &str = "#!/bin/sh\n\
     sleep 600 </dev/null >/dev/null 2>&1 &\n\
     echo $! > \"$(dirname \"$0\")/left\"\n";
@@ -190,8 +190,8 @@ fn k13_clients_do_not_wait_for_a_helpers_children() {
     }
 }
 
-/// A helper that closes its standard error BEFORE seconds after its start, and then passes a socket
-/// BEHIND seconds later.
+/// A helper that passes a socket late. It closes its standard error after BEFORE seconds, and
+/// passes the socket after a further BEHIND seconds.
 const SLOW: &str = "#!/usr/bin/env python3\n\
     import os, socket, sys, time\n\
     caller = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\

@@ -271,7 +271,7 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
 }
 
 /// Two VMs of one process migrate at the same time. Each timeline contains its VM's session, and
-/// nothing of the other one.
+/// nothing of the other VM's session.
 #[test]
 fn timelines_of_simultaneous_migrations_do_not_mix() {
     let hosts = Hosts::new();

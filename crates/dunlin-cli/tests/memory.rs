@@ -292,8 +292,8 @@ fn a_mostly_zero_guest_costs_its_non_zero_pages() {
             assert!(sparse.wire_bytes * 100 <= 102 * 256 * MIB);
             assert!(sparse.source_growth <= 64 * MIB);
             assert!(sparse.destination_growth <= (256 + 64) * MIB);
-            // The growth above does not include pages of the memfds that are not mapped, so check
-            // the memfds themselves.
+            // The growth of the processes does not include pages of the memfds that are not mapped,
+            // so check the memfds themselves.
             assert!(sparse.memfd[0] <= (256 + 8) * MIB);
             assert!(sparse.memfd[1] <= (256 + 8) * MIB);
         }

@@ -1,5 +1,5 @@
-//! Tests of the guest that needs no KVM. It migrates like a VM. On a host without /dev/kvm the demo
-//! uses it, and errors suggest it.
+//! Tests of the guest that needs no KVM. It migrates like a VM. On a host without /dev/kvm, the
+//! demo uses this guest, and errors suggest it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -81,7 +81,7 @@ const HIDE: &str = "if test -e /dev/kvm; then \
                     mount -o remount,bind,nodev /dev/kvm || exit 99; fi; exec \"$@\"";
 
 /// Returns a `dunlin` command line in a new mount namespace without /dev/kvm. If this user cannot
-/// create one, returns `None`, but in CI panics.
+/// create the namespace, returns `None`, or panics in CI.
 fn without_kvm(line: &str) -> Option<Command> {
     for flags in [&["--mount"][..], &["--mount", "--map-root-user"]] {
         let hidden = |program: &str| {

@@ -38,7 +38,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// Starts to migrate VMs with this memory, which together arrive at `inbound` MiB/s.
+    /// Starts to migrate VMs of `memory_mib` MiB each. Together they arrive at `inbound` MiB/s.
     fn new(inbound: u32, memory_mib: u32) -> Option<Self> {
         let wire = Wire::new(Some(WIRE_MEGABITS))?;
         let mut limit = Command::new("sh");

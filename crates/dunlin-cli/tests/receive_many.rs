@@ -23,9 +23,9 @@ struct Cost {
     descriptors: usize,
 }
 
-/// What a process with this number of guests needs: its peak memory, less the guests' memory now.
-/// The guests' memory has never been larger than now. The result is therefore at least the other
-/// memory of the process now, and at most the peak of that other memory.
+/// What a process with this number of guests needs besides their memory. `beside` is the process's
+/// peak memory, less the present memory of the guests, which has never been larger. So `beside` is
+/// at least the present value, and at most the peak, of the memory that is not the guests'.
 fn cost(pid: u32, guests: usize) -> Cost {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let mut guest = 0;

@@ -153,7 +153,8 @@ fn one_configuration_serves_both_hosts_without_a_loop() {
     net.apply(&net.a);
     net.apply(&net.b);
     for family in FAMILIES {
-        // The configuration lists A and B with their IPv4 addresses, then both with their IPv6 addresses.
+        // The configuration lists A and B with their IPv4 addresses, then A and B with their IPv6
+        // addresses.
         let first = if family == Family::V4 { 0 } else { 2 };
         let redirected = [(&net.a, first + 1), (&net.b, first)]
             .map(|(host, more)| listen_redirected_at(host, family, more));
@@ -344,11 +345,12 @@ fn every_change_of_the_rules_is_noticed() {
         assert_eq!(shown["state"], expected, "{change}: {shown}");
         assert!(shown["difference"].is_string(), "{change}: {shown}");
     }
-    // Without --json, the exit code is the same.
+    // The exit code reports the state without --json too.
     finish(net.redirect(&net.a, "show")).expect(1);
     net.apply(&net.a);
     finish(net.redirect(&net.a, "show")).expect(0);
-    // Without the record of the last `apply`, `show` cannot tell that the rules are the same.
+    // Without the record of the last `apply`, `show` cannot tell that the rules in force are those
+    // of that `apply`.
     let name = net.a.namespace();
     fs::remove_file(net.scratch.join(format!("{name}.run/expected.json"))).unwrap();
     assert_eq!(net.show(&net.a, 1)["state"], "different");
@@ -472,8 +474,8 @@ fn connections_under_way_are_refused_or_continue() {
         }
         finish(net.redirect(&net.a, "remove")).expect(0);
     }
-    // A redirected connection does not prevent an `apply`, after which it continues. It prevents a
-    // `remove`, which would cut it.
+    // A redirected connection does not prevent an `apply`, and continues after the `apply`. The
+    // connection prevents a `remove`, because the `remove` would cut the connection.
     net.apply(&net.a);
     for family in FAMILIES {
         let redirected = listen_redirected(&net.a, family);

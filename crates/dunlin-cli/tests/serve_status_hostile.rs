@@ -77,7 +77,7 @@ fn i7_a_client_that_sends_its_request_slowly_gets_no_more_time_for_each_byte() {
     let mut sends = stream.try_clone().unwrap();
     let began = Instant::now();
     let sender = thread::spawn(move || {
-        // Writing fails once the server has closed the connection.
+        // Writing fails after the server has closed the connection.
         while sends.write_all(b"G").is_ok() && began.elapsed() < ANSWER_LIMIT + MARGIN {
             thread::sleep(Duration::from_millis(200));
         }
@@ -107,8 +107,8 @@ fn i8_a_flood_takes_no_more_than_the_limit_of_cpu_time() {
         answer(with_timeout(stream), b"rubbish\r\n\r\n").0
     };
     let allowed = |time: Duration| time.mul_f64(0.01 * allowed().unwrap().len() as f64);
-    // The unused CPU time that the process saves for the requests of a page that is opened. The
-    // clients use it up first.
+    // The process saves unused CPU time for the requests that a browser sends when it opens the
+    // page. The clients of this test use up this reserve first.
     let kept = allowed(Duration::from_secs(10));
     let (stop, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     let (took, used, served) = thread::scope(|scope| {

@@ -131,7 +131,7 @@ fn a_process_that_waits_for_a_vm_reports_when_its_identity_expires() {
     destination.signal("HUP");
     wait_for_days(&page, of, 7.0);
 
-    // After the VM has arrived, the process has the VM's name.
+    // After the VM has arrived, the process reports the VM's name.
     let source = hosts.run("from", "--guest process --memory 64M --fill-size 8M");
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test");
     migration.wait_for("moved");

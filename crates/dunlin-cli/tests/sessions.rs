@@ -337,9 +337,9 @@ fn in_doubt_after(
     (from, (proxy, direct))
 }
 
-/// Two processes have a VM with the same UUID in doubt. When the migration of the second process
-/// ends, that process releases its own record for a moment before it takes it again. It must not
-/// take the record of the first process instead.
+/// Two processes each have a VM in doubt, with the same UUID. When the migration of the second
+/// process ends, that process briefly releases its own record, and then takes a record. It must not
+/// take the record of the first process.
 #[test]
 fn i1_a_process_takes_no_record_of_another_process_with_the_same_uuid() {
     const OTHER: u8 = 7;

@@ -123,7 +123,7 @@ fn listed(binary: &Path, hosts: &Hosts) -> Vec<Value> {
     ask(binary, hosts, "status --json").expect(0).lines()
 }
 
-/// The only session of a host that has this role.
+/// The only session in which the host has this role.
 fn one(sessions: &[Value], role: &str) -> Value {
     let found = sessions.iter().find(|line| line["role"] == role);
     let found = found.unwrap_or_else(|| panic!("no {role} in {sessions:?}"));

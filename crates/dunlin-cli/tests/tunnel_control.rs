@@ -422,7 +422,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
     assert_eq!(piped.end(), (0, String::new()));
 }
 
-/// A read error of the input must not look like its end.
+/// A read error of the input must not look like the end of the input.
 #[test]
 fn an_input_that_cannot_be_read_is_an_error() {
     let scene = Scene::new();

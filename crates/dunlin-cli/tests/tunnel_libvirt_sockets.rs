@@ -234,7 +234,8 @@ fn every_kind_of_migration_goes_over_unix_sockets() {
         moves(&scene, Side::A, &[&db, &ci], flags);
         moves(&scene, Side::B, &[&db, &ci], flags);
     }
-    // libvirt has no TLS for disks over unix sockets, and the command says so before it begins.
+    // libvirt has no TLS for disks over unix sockets, so the command fails before the migration
+    // begins.
     let refused = begin(&scene, from, &vm, "--copy-storage-all --tls")
         .wait(TIMEOUT)
         .unwrap();

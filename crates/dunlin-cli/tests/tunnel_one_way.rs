@@ -23,8 +23,8 @@ use wires::{B, Wire};
 /// The address of the near host.
 const A: &str = "192.0.2.1";
 
-/// A packet from the other host that opens a connection. The rule does not match packets on
-/// loopback, because a tunnel connects to itself there, to learn what the kernel's TLS can do.
+/// Matches a packet with which the other host opens a connection. The rule does not match packets
+/// on loopback, because a tunnel connects to itself there, to learn what the kernel's TLS can do.
 const SYN: &str = "iifname wire tcp flags & (syn | ack) == syn";
 
 /// Loads rules for packets that arrive at a host.
@@ -108,8 +108,8 @@ impl Scene {
     }
 }
 
-/// The near host's firewall admits no connection. Bytes flow in both directions all the same, and
-/// nothing tries to connect to the near host.
+/// The near host's firewall admits no connection. Bytes still flow in both directions, and nothing
+/// tries to connect to the near host.
 #[test]
 fn a_firewall_that_admits_no_connection_to_the_connecting_host_stops_nothing() {
     let Some(wire) = Wire::new(None) else { return };

@@ -88,8 +88,8 @@ impl Scene {
             Tunnel::follow(host.enter(&command), file)
         };
         let (near, far) = (start(&a, "a"), start(&b, "b"));
-        // Each tunnel listens on the ports of the other host's addresses, once its trunk to that host
-        // is up. The ports are in this order: A's IPv4, B's IPv4, A's IPv6, B's IPv6.
+        // Each tunnel listens on the ports of the other host's addresses after its trunk to that
+        // host is up. The ports are in this order: A's IPv4, B's IPv4, A's IPv6, B's IPv6.
         for (host, ports) in [(&a, [1, 3]), (&b, [0, 2])] {
             for more in ports {
                 wait_for_listener(host, REDIRECT_PORT + more, true);
@@ -201,7 +201,7 @@ fn a_connection_to_a_port_of_the_other_host_arrives_there_through_the_tunnels() 
         client.read_exact(&mut here).unwrap();
         assert_eq!((&there, &here), (b"to B", b"to A"));
     }
-    // The other direction, with the same configuration.
+    // Now from B to A, with the same configuration.
     let listener = scene
         .a
         .run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, PORT)));
@@ -330,7 +330,7 @@ fn a_stopped_tunnel_refuses_and_leaks_nothing() {
     scene.near.child.wait().unwrap();
     let refused = scene.connect(Family::V4, PORT).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
-    // With the other tunnel dead, the listener here is closed.
+    // After B's tunnel has died, A's tunnel closes its listener.
     let scene = Scene::new().unwrap();
     scene.far.signal("KILL");
     wait_for_listener(&scene.a, REDIRECT_PORT + 1, false);

@@ -333,7 +333,7 @@ fn an_old_server_needs_the_routes_permission() {
     assert!(why.contains("fault=security-not-agreed"), "{why}");
 }
 
-/// Sends equal parts until `enough` is set, and then the end. Returns their number.
+/// Sends equal parts until `enough` is set, and then ends the stream. Returns the number of parts.
 fn send_parts(mut to: &UnixStream, part: &[u8], enough: &AtomicBool) -> usize {
     let mut parts = 0;
     while !enough.load(Ordering::SeqCst) {
@@ -344,7 +344,7 @@ fn send_parts(mut to: &UnixStream, part: &[u8], enough: &AtomicBool) -> usize {
     parts
 }
 
-/// Receives the parts that [`send_parts`] sends, up to the end. Returns their number.
+/// Receives the parts that [`send_parts`] sends, up to the end. Returns the number of parts.
 fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
     let mut came = vec![0; part.len()];
     let mut parts = 0;
@@ -357,7 +357,7 @@ fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
 }
 
 /// As with a stripe, the tunnel reports that the peer's process is stopped before any timeout
-/// expires. The connections stay open, because a process without CPU time looks the same, and
+/// expires. The connections stay open, because a process without CPU time looks stopped too, and
 /// continues later.
 #[test]
 fn a_stopped_peer_is_reported_and_its_connections_wait_for_it() {
@@ -437,7 +437,7 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
     assert!(lost.success());
     let begin = Instant::now();
     (&busy.0).write_all(&[7; 100_000]).unwrap();
-    // The report of the silent peer precedes the aborts.
+    // The tunnel reports that the peer is silent before it aborts the connections.
     let line = near.wait_for(" host_answers=");
     assert!(line.contains(" host_answers=false"), "{line}");
     assert!(line.contains(" fault=control-lost "), "{line}");

@@ -25,8 +25,8 @@ use tunnel::{Tunnel, connect, control, far_config, listen, near_config};
 use units::Units;
 
 /// Starts a tunnel as a service manager does: the sockets are the descriptors from 3 upwards, and
-/// the environment has their names. The shell execs the tunnel, which therefore has the process
-/// id in `LISTEN_PID`.
+/// the environment has their names. The shell execs the tunnel, so the tunnel's process ID is the
+/// one in `LISTEN_PID`.
 fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) -> Tunnel {
     let file = hosts.scratch.join("near.toml");
     fs::write(&file, config).unwrap();

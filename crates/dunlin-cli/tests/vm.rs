@@ -269,8 +269,9 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
     assert_eq!(failed["fault"], "certificate-date");
     hosts.assert_runs(&source);
 
-    // The peer refuses a certificate that has expired since it was loaded. Certificates have whole
-    // seconds, and the destination must load the certificate before it expires, so the test waits.
+    // Wait until the certificate that the destination has loaded has expired. The dates of
+    // certificates have whole seconds, so the wait takes some seconds. The source then refuses the
+    // certificate.
     std::thread::sleep(until.saturating_duration_since(Instant::now()));
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
     assert_at_source(&done.last(), "certificate-date", "configuration");

@@ -7,9 +7,8 @@
 //!    seals slices of source memory into its own buffer and opens the records into destination
 //!    memory.
 //!
-//! A lane does at least this work, as long as the kernel copies the bytes between the process and
-//! the socket.
-//! [`cached`] repeats both measurements with buffers that stay in the cache.
+//! A lane does at least this work if the kernel copies the bytes between the process and the
+//! socket. [`cached`] repeats both measurements with buffers that stay in the cache.
 
 use std::io::{Read, Write};
 

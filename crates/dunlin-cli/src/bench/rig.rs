@@ -79,9 +79,9 @@ impl Rig {
         Ok(())
     }
 
-    /// Sends the first `bytes` of source memory over `lanes` lanes, with the TLS of `provider`, or
-    /// plain if there is none. Each lane is limited to `rate` bytes per second. The lanes are open
-    /// before the measurement starts.
+    /// Sends the first `bytes` of source memory over `lanes` lanes. The lanes use the TLS of
+    /// `provider`, or are plain if `provider` is `None`. Each lane is limited to `rate` bytes per
+    /// second. The lanes are open before the measurement starts.
     pub(super) fn transfer(
         &self,
         provider: Option<Provider>,
@@ -124,8 +124,8 @@ pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 /// Runs every piece of work on its own thread; returns the time that they took. All threads start
 /// at the same time. The wall time is from the first thread's start to the last thread's end. The
-/// threads themselves take these times, because the calling thread is sometimes scheduled again only
-/// long after the others have started.
+/// threads themselves take these times, because the kernel sometimes resumes the calling thread
+/// long after it has started the other threads.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {

@@ -142,10 +142,10 @@ impl Whole {
         Ok(())
     }
 
-    /// Writes to free memory of the host, unless --no-touch is given. If this host is a guest, its
-    /// hypervisor then allocates that memory before the measurement. Called right before the
-    /// destination allocates its memory, because the hypervisor may reclaim freed memory within
-    /// seconds.
+    /// Writes to unused memory of the host, unless --no-touch is given. If this host is a guest,
+    /// the write makes its hypervisor allocate that memory before the measurement. Call this right
+    /// before the destination allocates its memory, because the hypervisor can reclaim freed memory
+    /// within seconds.
     fn touch(&self, size: u64) -> Result<()> {
         match self.no_touch {
             true => Ok(()),

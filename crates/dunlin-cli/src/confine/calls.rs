@@ -165,14 +165,14 @@ const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 /// maps.
 const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 
-/// Ioctls that a process with channels may use: the query for the bytes of a socket that the peer
-/// has not acknowledged.
+/// Ioctls that a process with channels may use: the query for the number of bytes that the peer of
+/// a socket has not acknowledged.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
-/// Ioctls that `handoff accept` may use: the query for the bytes of a unix socket that the peer has
-/// not read, and the query for the features of a network device, which are part of a socket's
-/// description. `SIOCETHTOOL` can also change features, but the kernel requires CAP_NET_ADMIN for
-/// that.
+/// Ioctls that `handoff accept` may use. `TIOCOUTQ` returns the number of bytes that the peer of a
+/// unix socket has not read. `SIOCETHTOOL` returns the features of a network device, for the
+/// description of a socket. `SIOCETHTOOL` can also change features, but the kernel requires
+/// CAP_NET_ADMIN for that.
 const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
 
 /// Ioctls that every process may use: terminal detection and size, blocking mode, close-on-exec,

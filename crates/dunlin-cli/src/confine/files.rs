@@ -84,8 +84,8 @@ const NEWER: [(ABI, &str); 3] = [
 ];
 
 impl Rules {
-    /// Opens the directories, which may need the process's privileges, and creates missing ones.
-    /// With empty `identities`, every file may be read.
+    /// Opens the directories, and creates missing ones. This can need privileges that the process
+    /// drops later. With empty `identities`, every file may be read.
     pub(super) fn new(needs: &Needs, identities: &[PathBuf]) -> Result<Self> {
         // No other user may write to the directories, whatever the umask.
         make_directory(&needs.control, 0o755)?;
@@ -94,7 +94,7 @@ impl Rules {
             make_directory(history, 0o750)?;
         }
         if needs.ipsec.is_some() {
-            // Once confined, the process cannot create directories.
+            // After it is confined, the process cannot create directories.
             make_directory(&needs.journal.join(IPSEC_RECORDS), 0o700)?;
         }
         Ok(Self {
@@ -109,10 +109,10 @@ impl Rules {
     }
 
     /// Rules for a process that uses files not known when it starts. They permit reading any file
-    /// and creating local sockets at any path. They forbid writing, creating and executing all other
-    /// files. Files can be removed only in `sockets`, the directories of the process's sockets, and
-    /// in `control`, the directory of its control socket. In `control`, directories can be created
-    /// and removed.
+    /// and creating local sockets at any path. They forbid writing, creating and executing all
+    /// other files. Files can be removed only in `sockets`, the directories of the process's
+    /// sockets, and in `control`, the directory of its control socket. In `control`, directories
+    /// can be created and removed.
     pub(super) fn changing_none(control: Option<&Path>, sockets: &[PathBuf]) -> Result<Self> {
         let left = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {

@@ -147,7 +147,7 @@ fn a_confined_process_can_only_do_its_work() {
         "ENOSYS",
         &["become another user", "execute a file in memory"],
     );
-    // These operations fail once a VM has arrived and has its control socket.
+    // These operations fail after a VM has arrived and has its control socket.
     let later = [
         "make a local socket later",
         // Threads that already ran are restricted too.
@@ -358,7 +358,8 @@ const ENTRIES: u32 = 200_000;
 const ROUNDS: usize = 15;
 
 /// Measures how much time the filter of system calls adds to an entry into the guest, which is a
-/// call of KVM_RUN. The guest exits to the host at once. Processes with and without the filter take turns.
+/// call of KVM_RUN. The guest exits to the host at once. Processes with and without the filter take
+/// turns.
 ///
 /// `cargo test --release -p dunlin-cli -- --ignored --nocapture the_cost_of_the_filter`
 #[test]
@@ -646,7 +647,8 @@ fn executed_from_memory() -> Result<(), Errno> {
 const RESOLVED: &str = "dunlin-test.example";
 const RESOLVED_TO: &str = "127.9.8.7";
 
-/// The C source of that module. Its gethostbyname4_r returns one address for one name.
+/// The C source of this test's module of name resolution. Its gethostbyname4_r returns one address
+/// for one name.
 const MODULE: &str = r#"
     #include <nss.h>
     #include <netdb.h>
@@ -667,7 +669,8 @@ const MODULE: &str = r#"
     }
 "#;
 
-/// Moves this thread into a new mount namespace, in which /etc/nsswitch.conf names the module.
+/// Moves this thread into a new mount namespace, in which /etc/nsswitch.conf names this test's
+/// module of name resolution.
 fn resolve_by_module(directory: &Path) {
     let nsswitch = directory.join("nsswitch.conf");
     fs::write(&nsswitch, "hosts: files [NOTFOUND=continue] dunlintest\n").unwrap();

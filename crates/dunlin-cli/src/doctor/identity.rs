@@ -84,8 +84,8 @@ pub(super) fn certificates(given: Option<&Path>, reading: &Reading) -> Verdict {
 
 const CHECK: &str = "identity.certificate";
 
-/// The names in this host's certificate, and the validity periods of the certificates and revocation
-/// lists in its identity.
+/// The names in this host's certificate, and the validity periods of the certificates and
+/// revocation lists in its identity.
 fn loaded(directory: &Path, reading: &Reading) -> Result<(String, Vec<Dated>)> {
     let load = |role| load_identity(directory, role, reading);
     let (identity, _) = load(Role::Source).or_else(|_| load(Role::Destination))?;

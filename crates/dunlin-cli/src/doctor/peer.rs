@@ -20,8 +20,8 @@ const MEASURED_BYTES: u64 = 64 << 20;
 /// If the clocks of two hosts differ by this time or more, the times in their logs cannot be
 /// compared.
 const SOME: Duration = Duration::from_secs(2);
-/// A certificate of `dunlin pki` is valid from this long before it is issued. If the clocks of two
-/// hosts differ by more, a new certificate of one host can be not yet valid on the other.
+/// `dunlin pki` starts the validity of a certificate this long before the time of issue. If the
+/// clocks of two hosts differ by more, one host can reject a new certificate as not yet valid.
 const MUCH: Duration = Duration::from_secs(60 * 60);
 const DAY_S: u64 = 24 * 60 * 60;
 
@@ -99,9 +99,9 @@ fn ask(tunnel: &Tunnel, entrance: &Entrance, path: Result<Probe, Failure>) -> An
     Answers { path, report, now }
 }
 
-/// The route to a peer, from the configuration. If the configuration has none, returns a route to the
-/// port in `peer` or to the default port, where the peer's certificate must contain the host in
-/// `peer`.
+/// The route to a peer, from the configuration. If the configuration has none, returns a route to
+/// the port in `peer`, or to the default port. On that route, the peer's certificate must contain
+/// the host in `peer`.
 fn entrance(config: &Config, peer: &str) -> Result<Entrance> {
     let named = |one: &&Entrance| {
         let host = one.to.rsplit_once(':').map_or(&*one.to, |(host, _)| host);
@@ -206,7 +206,8 @@ fn judge(answers: &Answers) -> Vec<Verdict> {
     all
 }
 
-/// `theirs` is the peer's clock in milliseconds since 1970, read within `elapsed` before `now`.
+/// `theirs` is the peer's clock in milliseconds since 1970. The peer read its clock at most
+/// `elapsed` before `now`.
 fn clock_difference(theirs: u64, now: SystemTime, elapsed: Duration) -> Verdict {
     let check = "peer.clock";
     let ours = i128::from(unix(now).1) - i128::try_from(elapsed.as_millis() / 2).unwrap_or(0);

@@ -31,8 +31,8 @@ pub(super) struct Asked {
     pub(super) is_cancelled: AtomicBool,
     /// A pause of the guest was requested, because the migration exceeded the time limit.
     pub(super) is_paused: AtomicBool,
-    /// Whether the migration is over. Locked during a request, because a request after the end of the
-    /// migration would pause or slow down a VM that has stayed at the source.
+    /// Whether the migration is over. Locked during a request, because a request after the end of
+    /// the migration would pause or slow down a VM that has stayed at the source.
     pub(super) is_over: Mutex<bool>,
 }
 
@@ -137,8 +137,8 @@ impl Carry {
         self.source.ask(&words)
     }
 
-    /// Limits the downtime. Returns the commands that restore the settings which this migration
-    /// changes, because libvirt keeps them after a migration.
+    /// Limits the downtime. libvirt keeps changed settings after a migration, so this function
+    /// returns the commands that restore the earlier settings.
     fn settings(&self) -> Vec<Vec<String>> {
         let uuid = self.vm.uuid.as_str();
         let mut before = Vec::new();
@@ -182,8 +182,8 @@ impl Carry {
     }
 }
 
-/// Waits until the migration of the VM has ended and the hosts agree where the VM is. If they do not
-/// agree within a time limit, the VM is in doubt.
+/// Waits until the migration of the VM has ended and the hosts agree where the VM is. If they do
+/// not agree within a time limit, the VM is in doubt.
 pub(super) fn settle(source: &Virsh, destination: &Virsh, vm: &Vm) -> Verdict {
     let mut since = Instant::now();
     loop {

@@ -79,7 +79,7 @@ impl Evacuate {
         let moves = Moves::new(self, hosts, &plan.moves, &mut record, (sender, happened));
         let signal = moves?.run(&mut schedule, &mut show)?;
         let reason = match signal {
-            Some(_) => "the command was interrupted before its turn",
+            Some(_) => "the command was interrupted before the turn of this VM",
             None => "another VM is in doubt, so nothing more started",
         };
         for one in &plan.moves {
@@ -271,8 +271,8 @@ impl<'a> Moves<'a> {
             Happened::Refused(vm, what, reason) => {
                 let times = self.refused.entry((vm, what)).or_default();
                 *times += 1;
-                // These requests are repeated, because libvirt refuses them until QEMU has begun. So warn
-                // only after several refusals.
+                // These requests are repeated, because libvirt refuses them until QEMU has begun.
+                // So warn only after several refusals.
                 let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy" | "suspend");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
@@ -364,8 +364,8 @@ impl<'a> Moves<'a> {
         match action {
             Action::Start(vm, rate) => self.start(vm, rate, show)?,
             Action::Rate(vm, rate) => {
-                // If an earlier command left more migrations under way than the budget has MiB/s, a
-                // share is 0, and virsh has no rate below 1 MiB/s.
+                // An earlier command can leave more migrations under way than the budget has MiB/s.
+                // A share is 0 in that case, but the lowest rate of virsh is 1 MiB/s.
                 let rate = rate.map_or(UNLIMITED, |rate| rate.max(1)).to_string();
                 self.request(vm, "migrate-setspeed", &[&rate]);
                 if self.carries_postcopy() {

@@ -1,4 +1,5 @@
-//! What the hosts say before anything moves: the VMs, the room for them, and what an earlier run left.
+//! What the hosts say before anything moves: the VMs, the room for them, and what an earlier run
+//! left.
 
 use std::collections::BTreeMap;
 
@@ -125,8 +126,8 @@ pub(super) fn gather(
     Ok(facts)
 }
 
-/// What became of a VM that both hosts had when they were asked, although no migration is under way.
-/// `None` if the VM is at the source.
+/// What became of a VM that both hosts had when they were asked, although no migration is under
+/// way. `None` if the VM is at the source.
 fn arrived(source: &Virsh, destination: &Virsh, vm: &Vm) -> Option<Entry> {
     let entry = |result, reason: &str| Some(entry(vm, &destination.uri, result, reason));
     match settle(source, destination, vm) {

@@ -18,7 +18,8 @@ pub(crate) struct Evacuate {
     /// The libvirt of the host to empty, such as qemu:///system or qemu+ssh://HOST/system.
     #[arg(long, value_name = "URI")]
     pub(super) from: String,
-    /// The libvirt of a host to which VMs move, by a URI that works on the emptied host; repeatable.
+    /// The libvirt of a host to which VMs move, by a URI that works on the emptied host;
+    /// repeatable.
     #[arg(long, value_name = "URI", required = true, value_parser = parse_destination)]
     pub(super) to: Vec<String>,
     /// Which VM moves first; the busiest is the one that writes the most memory.

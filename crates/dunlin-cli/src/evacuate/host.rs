@@ -41,7 +41,8 @@ pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     Ok(unused.min(total.saturating_sub(promised)))
 }
 
-/// The UUID of the host, by which libvirt itself refuses a migration from a host to itself.
+/// The UUID of the host. libvirt compares these UUIDs, and refuses a migration from a host to the
+/// same host.
 pub(super) fn host_uuid(virsh: &Virsh) -> Result<String> {
     let capabilities = virsh.ask(&["capabilities"])?;
     let found = capabilities.split_once("<uuid>");
@@ -98,7 +99,8 @@ fn vm(uuid: &str, dominfo: &str) -> Option<Vm> {
     })
 }
 
-/// Parses lines of the form `KEY: VALUE`. If several lines have the same key, the first one is used.
+/// Parses lines of the form `KEY: VALUE`. If several lines have the same key, the first one is
+/// used.
 fn fields(text: &str) -> BTreeMap<String, String> {
     let mut fields = BTreeMap::new();
     for line in text.lines() {
@@ -176,8 +178,8 @@ pub(super) fn whereabouts(virsh: &Virsh, uuid: &str) -> Where {
     ask().unwrap_or_else(|error| Where::Unknown(format!("{error:#}")))
 }
 
-/// What a host says about VMs that move from it, in the order of `uuids`. The entry of a VM that has
-/// ended is `None`.
+/// What a host says about VMs that move from it, in the order of `uuids`. The entry of a VM that
+/// has ended is `None`.
 pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>> {
     let ask = |uuid: &String| {
         [
@@ -196,8 +198,8 @@ pub(super) fn watch(virsh: &Virsh, uuids: &[String]) -> Result<Vec<Option<Seen>>
     Ok(blocks.chunks(2).map(seen).collect())
 }
 
-/// Whether a migration of the VM from this host is under way. A migration that has failed in post-copy
-/// is not under way, although libvirt keeps its job, because only an operator can resume it.
+/// Whether a migration of the VM from this host is under way. libvirt keeps the job of a migration
+/// that has failed in post-copy. Such a migration is not under way: only an operator can resume it.
 pub(super) fn is_leaving(virsh: &Virsh, uuid: &String) -> bool {
     let seen = watch(virsh, std::slice::from_ref(uuid)).ok();
     let seen = seen.and_then(|mut seen| seen.pop().flatten());

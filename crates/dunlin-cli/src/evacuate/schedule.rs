@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A VM in switchover frees its place for the next VM, because the link has little left to carry. A
-//! VM in post-copy keeps its place, because its guest waits for pages. A migration that is already under
-//! way takes a place at once, even if none is free.
+//! VM in post-copy keeps its place, because its guest waits for pages. A migration that is already
+//! under way takes a place at once, even if none is free.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(super) enum Event {
     Seen(usize, Phase),
     Ended {
         vm: usize,
-        /// An operator has to decide where the VM is. Until then, no other VM starts.
+        /// An operator has to find out where the VM is. This evacuation starts no other VM.
         is_doubtful: bool,
     },
     /// The operator ends the evacuation early.
@@ -238,8 +238,8 @@ impl Schedule {
         (has_place && is_enough()).then_some(next)
     }
 
-    /// The VMs that share the budgets. A VM in switchover has no share, because QEMU does not limit the
-    /// rate of a switchover.
+    /// The VMs that share the budgets. A VM in switchover has no share, because QEMU does not limit
+    /// the rate of a switchover.
     fn sharing(&self) -> Vec<usize> {
         let is_sharing = |vm: &usize| matches!(self.vms[*vm], State::Moving(moving) if moving.phase != Phase::Switchover);
         (0..self.vms.len()).filter(is_sharing).collect()

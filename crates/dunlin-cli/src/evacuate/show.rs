@@ -1,4 +1,5 @@
-//! What an evacuation prints: events as lines or JSON, a bar for each VM on a terminal, and the report.
+//! What an evacuation prints: events as lines or JSON, a bar for each VM on a terminal, and the
+//! report.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, stderr};

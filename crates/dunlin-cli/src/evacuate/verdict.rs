@@ -54,8 +54,8 @@ pub(super) enum Verdict {
     Doubt(String),
 }
 
-/// Concludes where the VM is from what both hosts say. If `was_paused`, the VM was paused before its
-/// migration, so it is also paused afterwards.
+/// Concludes where the VM is from what both hosts say. If `was_paused`, the VM was paused before
+/// its migration, so it is also paused afterwards.
 pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Verdict {
     use Where::{Absent, Off, Paused, Running};
     match (source, destination) {
@@ -64,7 +64,8 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
-        // A migration is not the cause: after one, libvirt's reason is `migrated`.
+        // The VM is not off because of a migration: after a migration, libvirt's reason is
+        // `migrated`.
         (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
             Verdict::Off
         }

@@ -109,8 +109,8 @@ impl Connect {
         for (_, line) in &handed {
             writeln!(out, "{line}").context("cannot write to standard output")?;
         }
-        // Flush before the socket is sent, because the receiver can terminate this process as soon as
-        // it has the socket.
+        // Flush before the socket is sent, because the receiver can terminate this process as soon
+        // as it has the socket.
         out.flush().context("cannot write to standard output")?;
         log::warn(warning);
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();

@@ -1,5 +1,5 @@
-//! The status of `dunlin handoff accept`: how many clients it handed over, forwarded and refused, and
-//! when its certificates expire.
+//! The status of `dunlin handoff accept`: how many clients it handed over, forwarded and refused,
+//! and when its certificates expire.
 
 use std::sync::Mutex;
 
@@ -33,8 +33,8 @@ impl Tally {
         *count += 1;
     }
 
-    /// Replaces the dates on which the certificates and revocation lists of the identity expire, after
-    /// the identity was loaded.
+    /// Call this after the identity was loaded. Replaces the dates on which its certificates and
+    /// revocation lists expire.
     pub(super) fn loaded(&self, dates: &[Dated]) {
         lock(&self.0).certificates = expiry(dates);
     }

@@ -277,7 +277,7 @@ impl Which {
                 Ok(answer) => answers.push(answer),
                 // A dead process is an error only if the operator named it.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
-                // The sessions of the process are shown from their records instead.
+                // The status shows the sessions of this process from their records.
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     let (at, why) = (socket.display(), chained(&error));
                     warn([format!("no status from {at}: {why}")]);

@@ -127,8 +127,8 @@ impl Plan {
         Ok(steps.map(|step| ObjectLine::new(&step)).collect())
     }
 
-    /// The senders of one host that need SAs: the fallback and, depending on the mode, each CPU
-    /// that carries a lane or each connection. `peers` is true if the host is the peer.
+    /// The senders of one host that need SAs: the fallback and, depending on the mode, each
+    /// connection or each CPU that carries a lane. `peers` is true if the host is the peer.
     fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
         let lanes = usize::from(self.lanes);
         let mut senders = vec![Sender::Fallback];

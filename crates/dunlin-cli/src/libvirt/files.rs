@@ -23,7 +23,8 @@ pub(super) fn write(file: &Path, text: &str) -> Result<()> {
     replace(file, text, 0o644)
 }
 
-/// Restores a file to its earlier text. If `text` is `None`, the file did not exist, and is deleted.
+/// Restores a file to its earlier text. If `text` is `None`, the file did not exist, and is
+/// deleted.
 pub(super) fn put(file: &Path, text: Option<&str>) -> Result<()> {
     if read(file)?.as_deref() == text {
         return Ok(());

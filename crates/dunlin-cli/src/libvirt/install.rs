@@ -97,7 +97,8 @@ pub(super) fn let_services_read(identity: &Path) -> Result<()> {
         if has(of_others) || (found.gid() == group && has(of_group)) {
             continue;
         }
-        // Set the group before the mode. Otherwise the previous group could read the key for a moment.
+        // Set the group before the mode. Otherwise the previous group could read the key for a
+        // moment.
         chown(path, None, Some(group))
             .and_then(|()| {
                 let mode = (found.mode() & 0o7777) | of_group;

@@ -46,8 +46,8 @@ struct Listeners<'a> {
 
 impl Migrate {
     pub(crate) fn run(&self) -> Result<i32> {
-        // Block the signals. After an interrupt, virsh cancels the migration, and this process, which
-        // has survived the interrupt, then closes the sockets.
+        // Block the signals, so that an interrupt does not end this process. After an interrupt,
+        // virsh cancels the migration, and this process closes the sockets.
         let _ends = EndSignals::block()?;
         let has = |start: &str| self.flags.iter().any(|flag| flag.starts_with(start));
         let has_disks = has("--copy-storage");

@@ -54,8 +54,8 @@ impl Report {
         }
     }
 
-    /// Runs systemctl; returns whether it succeeded. Shows the command during a long wait: a tunnel
-    /// that stops first waits for its channels.
+    /// Runs systemctl; returns whether it succeeded. Shows the command during a long wait, because
+    /// a tunnel waits for its channels before it stops.
     pub(super) fn systemctl(&self, words: &[&str]) -> Result<bool> {
         let _waiting = Waiting::new(self.json, &format!("systemctl {}", words.join(" ")));
         let status = Command::new("systemctl").args(words).status();

@@ -1,6 +1,6 @@
 //! `dunlin libvirt enable --sockets`: migrations over unix sockets, one for each VM, for kernels
-//! without nftables. `dunlin libvirt migrate` (`migrate`) uses the routes and the directory that this
-//! command sets up.
+//! without nftables. `dunlin libvirt migrate` (`migrate`) uses the routes and the directory that
+//! this command sets up.
 //!
 //! ```text
 //! [route."libvirt-b.example"]  to = "b.example:18300"          on the other hosts, and on B:
@@ -177,8 +177,8 @@ pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)
     })
 }
 
-/// Creates the directory now, and lets systemd-tmpfiles create it at each boot. QEMU's user owns it.
-/// The sockets in it get the directory's group, so that the tunnel reaches QEMU's sockets.
+/// Creates the directory now, and lets systemd-tmpfiles create it at each boot. QEMU's user owns
+/// it. The sockets in it get the directory's group, so that the tunnel reaches QEMU's sockets.
 fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     let text = format!(
         "# Written by `dunlin libvirt enable --sockets`.\nd {DIRECTORY} 2770 {user} {group} -\n"

@@ -59,8 +59,8 @@ impl<'a> Before<'a> {
         self.units = true;
     }
 
-    /// Restores all that has changed, as far as possible. Returns the reason for the failure, with a
-    /// text that states what was restored.
+    /// Restores all that has changed, as far as possible. Returns the reason for the failure, with
+    /// a text that states what was restored.
     pub(super) fn restore(&self, reason: Error) -> Error {
         let parts: [(&str, Result<()>); 4] = [
             ("units", self.stop_units()),
@@ -110,8 +110,9 @@ impl<'a> Before<'a> {
         };
         let done = match redirects.is_empty() {
             true => dunlin(&["redirect", "remove"], None, Some(self.state))?,
-            // Use --force: the restored rules were in force before `enable`, so they protect no
-            // connection less than before.
+            // Without --force, `apply` fails if connections in the clear are under way. The
+            // restored rules were in force before `enable`, so each connection is protected as it
+            // was before.
             false => {
                 let words = ["redirect", "apply", "--force"];
                 dunlin(&words, Some(self.path), Some(self.state))?

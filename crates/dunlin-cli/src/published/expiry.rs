@@ -1,4 +1,4 @@
-//! When the identity that a process holds expires.
+//! The expiry dates of a process's identity.
 
 use std::time::UNIX_EPOCH;
 
@@ -8,19 +8,19 @@ use serde::{Deserialize, Serialize};
 /// Maximum number of items of identities in a status. Further items are left out.
 const MAX_ITEMS: usize = 64;
 
-/// An item of an identity that expires.
+/// The expiry date of one item of an identity.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct CertificateLine {
     /// `certificate`, `authority's certificate` or `revocation list`.
     pub(crate) item: String,
     pub(crate) path: String,
-    /// The item's position in that file, from zero.
+    /// The item's position in the file at `path`, from zero.
     pub(crate) position: usize,
     /// The end of the validity, in seconds since 1970.
     pub(crate) not_after_unix_s: u64,
 }
 
-/// The items of an identity, or of several, that expire.
+/// The expiry dates of the items of one or several identities.
 pub(crate) fn expiry(dates: &[Dated]) -> Vec<CertificateLine> {
     dates.iter().take(MAX_ITEMS).map(Into::into).collect()
 }

@@ -22,8 +22,8 @@ use crate::text::chained;
 /// Subdirectory of the control directory for status sockets.
 pub(crate) const STATUS: &str = "status";
 
-/// Pause after each client. Serving a client takes less than 100 µs, so clients can take at most 0.5 %
-/// of a CPU from the process.
+/// Pause after each client. Serving a client takes less than 100 µs, so clients can take at most
+/// 0.5 % of a CPU from the process.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How long one write may wait for a client that does not read. The status of most processes fits
@@ -43,9 +43,9 @@ struct Bound {
 
 impl StatusSocket {
     /// Binds a status socket of this process. `kind` is `vm`, `tunnel`, `ipsec` or `handoff`; in a
-    /// process with several VMs, those after the first use `vm-2`, `vm-3` and so on. The process
-    /// has no status socket if the bind fails, which is logged, or if the control path names one
-    /// socket.
+    /// process with several VMs, those after the first use `vm-2`, `vm-3` and so on. If the bind
+    /// fails, this function logs a warning, and the process has no status socket. It also has none
+    /// if the control path names one socket.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);

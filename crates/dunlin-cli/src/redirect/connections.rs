@@ -35,9 +35,9 @@ pub(super) fn redirected(
 }
 
 /// Connections between this host and a peer on the redirects' ports that do not go through the
-/// tunnel. One end of such a connection has a port of a redirect, and the port of the other end must
-/// be ephemeral. This excludes, for example, a connection to an ssh server if the ephemeral port of
-/// the ssh client is a port of a redirect by chance.
+/// tunnel. One end of such a connection has a port of a redirect, and the port of the other end
+/// must be ephemeral. This excludes, for example, a connection to an ssh server if the ephemeral
+/// port of the ssh client happens to be a port of a redirect.
 pub(super) fn unprotected(all: &[TcpConnection], redirects: &[Addressed]) -> Vec<TcpConnection> {
     let first = first_ephemeral();
     // Consider listeners at any port, because the tunnel may have accepted the connections at ports

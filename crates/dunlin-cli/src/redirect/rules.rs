@@ -10,9 +10,9 @@
 //!
 //! The rules for a redirect's ports match only SYNs, because other hosts can use these ports as
 //! ephemeral ports: replies to such ports pass, and so do established connections. The rules that
-//! redirect also match only SYNs: a NAT chain gets the first packet of each connection that the
-//! kernel begins to track. If the connection is older than the rules, that packet can be any packet
-//! of the connection (`nf_conntrack_tcp_loose`).
+//! redirect match only SYNs for another reason: they must not redirect connections that are older
+//! than the rules. A NAT chain gets the packet with which the kernel begins to track a connection.
+//! If the connection is older than the rules, this can be any packet (`nf_conntrack_tcp_loose`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -28,8 +28,9 @@ use crate::tunnel::Redirect;
 pub(super) const TABLE: &str = "inet dunlin";
 /// The family and the name of a copy for comparisons.
 pub(super) const COPY: &str = "inet dunlin_expected";
-/// The chains: name, type, hook and priority. The priority of `nat_output`, which is that of
-/// destination NAT, is a number, because nft 1.0.6 accepts the name `dstnat` only for other hooks.
+/// The chains: name, type, hook and priority. `nat_output` has the priority of destination NAT. The
+/// priority is written as a number, because nft 1.0.6 accepts the name `dstnat` only for other
+/// hooks.
 pub(super) const CHAINS: [(&str, &str, &str, i32); 4] = [
     ("nat_output", "nat", "output", -100),
     ("output", "filter", "output", 0),
@@ -75,8 +76,8 @@ pub(super) fn copied(text: &str) -> String {
     lines.filter(|line| !line.starts_with(BASE)).collect()
 }
 
-/// The chains. The digest is in the comment of the table, and also in the comment of the first rule of
-/// `input`, because nft's JSON does not contain comments of tables.
+/// The chains. The digest is in the comment of the table, and also in the comment of the first rule
+/// of `input`, because nft's JSON does not contain comments of tables.
 fn chains(redirects: &[Addressed], owner: &str, digest: &str) -> String {
     let all = |rules: &dyn Fn(&Addressed) -> String| -> String {
         let rules: Vec<_> = redirects.iter().map(rules).collect();
@@ -120,10 +121,10 @@ const LOCAL: &str = "\t\tfib daddr type local return\n";
 /// Rules for the ports of the tunnel's listeners. They see packets that `nat_output` has redirected
 /// already.
 ///
-/// Only root and the tunnel's user may send a SYN or SYN-ACK from these ports: another user's
-/// program could listen there while the tunnel does not, or connect to a client of the toolstack
-/// that waits for an answer (TCP's simultaneous open). Packets of sockets without a known user are
-/// dropped too.
+/// Only root and the tunnel's user may send a SYN or SYN-ACK from these ports. Otherwise another
+/// user's program could listen there while the tunnel does not, or connect to a client of the
+/// toolstack that waits for an answer (TCP's simultaneous open). Packets of sockets without a known
+/// user are dropped too.
 ///
 /// The kernel remembers the translation of a connection for some seconds after its reset, and
 /// applies it to a new connection from the same port without consulting `nat_output`. Connections
@@ -221,7 +222,8 @@ fn from_wire(to: &Addressed) -> String {
     text
 }
 
-/// A user in nft's syntax. A name is quoted, because it can contain characters with a meaning in nft.
+/// A user in nft's syntax. A name is quoted, because it can contain characters with a meaning in
+/// nft.
 fn quoted(user: &str) -> String {
     match user.parse::<u32>() {
         Ok(_) => user.to_owned(),

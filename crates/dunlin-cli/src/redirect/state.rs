@@ -25,8 +25,8 @@ pub(super) struct State {
 pub(super) enum Verdict {
     /// The rules in force are those of the configuration.
     Applied,
-    /// The rules differ from the record of the last `apply` or from the configuration, there is no such
-    /// record, or the configuration is invalid.
+    /// The rules differ from the record of the last `apply` or from the configuration, there is no
+    /// such record, or the configuration is invalid.
     Different,
     /// There is no table.
     Missing,

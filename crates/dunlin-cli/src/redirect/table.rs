@@ -18,20 +18,21 @@ pub(super) struct Table {
 }
 
 /// A table without the counters and handles, which change while the table is in force. `apply`
-/// writes the record of its table to a file for later comparisons, because nft lists rules in a form
-/// that differs from the form in which it reads them.
+/// writes the record of its table to a file for later comparisons, because nft lists rules in a
+/// form that differs from the form in which it reads them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     version: String,
     objects: Vec<Value>,
 }
 
-/// Packets that matched the rules of one redirect. The rules match the first packet of a connection. A
-/// program that retries after a rejection is counted each time.
+/// Packets that matched the rules of one redirect. The rules match the first packet of a
+/// connection. A program that retries after a rejection is counted each time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Counters {
     pub(super) redirected: u64,
-    /// Rejected connections to the peers, of local users that the redirect does not list.
+    /// Connections of local users to the peers, rejected because the redirect does not list the
+    /// user.
     pub(super) rejected_output: u64,
     /// Rejected connections that this host would have routed to the peers.
     pub(super) rejected_forward: u64,

@@ -1,11 +1,11 @@
 //! `dunlin resolve`: an operator decides where a VM runs when the destination did not answer.
 //!
 //! A session is in doubt if its source has begun to send *commit* and has no answer as to whether
-//! the destination runs the VM; a destination is never in doubt. With an identity, the command queries
-//! the destination once more, and any answer settles the session, except that the VM ran there and
-//! died. Otherwise the operator decides. The process that has the paused copy, if alive, records
-//! the decision and carries it out. If that process has died, the copy is lost too, and only the
-//! record remains to be settled.
+//! the destination runs the VM. A destination is never in doubt. With an identity, the command
+//! queries the destination once more. An answer settles the session, except the answer that the VM
+//! ran there and died. If no answer settles the session, the operator decides. If the process that
+//! has the paused copy is alive, it records the decision and carries it out. If that process has
+//! died, the copy is lost too, and only the record remains to be settled.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -103,7 +103,7 @@ impl Resolve {
         if entry.lives {
             if record.owner.is_empty() {
                 bail!(
-                    "cannot reach the VM's process, because it has no control socket; wait, since the \
+                    "cannot reach the VM's process, because it has no control socket; wait: the \
                      process queries the destination by itself"
                 );
             }

@@ -23,8 +23,8 @@ pub(crate) struct Status {
     state: StatePath,
     #[command(flatten)]
     control: ControlPath,
-    /// Show the last migrations of `dunlin vm` on this host that have ended, instead of sessions and
-    /// tunnels. The newest is the last.
+    /// Show the last migrations of `dunlin vm` on this host that have ended, instead of sessions
+    /// and tunnels. The newest is the last.
     #[arg(long)]
     history: bool,
     /// Print one JSON object for each session and each tunnel, or for each ended migration.

@@ -124,8 +124,8 @@ impl Painter {
         let columns = columns(width, &model.rows);
         put(buffer, area, 0, &header(&columns, width));
         let height = usize::from(area.height).saturating_sub(1);
-        // Rows with a trouble have two lines. If the list is longer than the screen, scroll it so that
-        // the selected row is in the middle of the screen.
+        // Rows with a trouble have two lines. If the list is longer than the screen, scroll it so
+        // that the selected row is in the middle of the screen.
         let lines = |rows: &[Row]| rows.iter().map(lines_of).sum::<usize>();
         let most = lines(&model.rows).saturating_sub(height);
         let first = lines(&model.rows[..model.at]);

@@ -1,5 +1,5 @@
-//! `dunlin top`: the sessions and tunnels of this host on a terminal, and keys to cancel a migration
-//! and to limit rates.
+//! `dunlin top`: the sessions and tunnels of this host on a terminal, and keys to cancel a
+//! migration and to limit rates.
 //!
 //! ```text
 //!  reader: watch::Snapshot ─▶ rows ─┐            ┌─▶ screen: draw
@@ -7,8 +7,8 @@
 //!  results of requests ─────────────┘            └─▶ requests to processes, next reading
 //! ```
 //!
-//! Threads wait for keys, signals and processes, and send to one channel. The main thread changes the
-//! model and draws it.
+//! Threads wait for keys, signals and processes, and send to one channel. The main thread changes
+//! the model and draws it.
 
 mod draw;
 mod model;

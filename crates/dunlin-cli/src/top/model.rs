@@ -351,7 +351,8 @@ mod tests {
         };
         assert_eq!(typed.text.len(), MAX_TYPED);
         press(&mut model, "\x1b");
-        // While a limit is being typed, the keys that otherwise act on the list are entered as text.
+        // While a limit is being typed, the keys that otherwise act on the list are entered as
+        // text.
         assert_eq!(press(&mut model, "rqcpM\x1b"), []);
         assert!(!model.paused);
         assert_eq!(press(&mut model, "jr"), []);

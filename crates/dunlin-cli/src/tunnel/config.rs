@@ -28,8 +28,8 @@ use table::{Found, LanesKey, Port, RouteTable, parse_port};
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
 
-/// A configuration in which no mistake was found. The check opens no files or sockets, except to look
-/// up users and groups.
+/// A configuration in which no mistake was found. The check opens no files or sockets, except to
+/// look up users and groups.
 #[derive(Debug)]
 pub(crate) struct Config {
     /// Address to which the peers' tunnels connect; `None` if this tunnel only connects.

@@ -80,13 +80,11 @@ impl Request {
 /// Period over which rates are measured; a status request takes this long.
 ///
 /// Formula: long enough to average out the pauses in a channel that carries 10 MiB/s, and well
-/// within the time limit of `dunlin status`.
-/// Drawback: a status request takes a quarter of a second, and its rates do not cover the time
-/// before it.
-/// Alternative: rates since the previous request need no wait, but two clients would reset each
-/// other's period.
-/// Alternative: a thread that always measures would wake up without need. Clients that want rates over
-/// other periods compute these rates from the totals.
+/// within the time limit of `dunlin status`. Drawback: a status request takes a quarter of a
+/// second, and its rates do not cover the time before it. Alternative: rates since the previous
+/// request need no wait, but two clients would reset each other's period. Alternative: a thread
+/// that always measures would wake up without need. Clients that want rates over other periods
+/// compute these rates from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
 /// Serves a tunnel's control socket until the tunnel ends.
@@ -120,7 +118,8 @@ impl ControlService {
         Ok(service)
     }
 
-    /// Waits until every request is answered, for a limited time, and removes the listeners' directory.
+    /// Waits until every request is answered, for a limited time, and removes the listeners'
+    /// directory.
     pub(super) fn drain(&self) {
         control::drain();
         // The directory exists only if a listener was requested.

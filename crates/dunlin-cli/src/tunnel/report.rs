@@ -1,5 +1,5 @@
-//! What a tunnel reports to its peers about its host. Everything but the clock, the rules and the
-//! certificates is collected before the tunnel is confined.
+//! What a tunnel reports to its peers about its host. The tunnel collects the report before it is
+//! confined, except for the clock, the rules and the certificates.
 
 use std::fs;
 use std::sync::{Arc, Mutex};

@@ -89,7 +89,8 @@ impl Run {
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
         let mut sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
-        // `tunnel open` creates its sockets beneath this directory, unless the request gives a path.
+        // `tunnel open` creates its sockets beneath the control directory, unless the request gives
+        // a path.
         sockets.extend(socket.as_ref().and_then(|_| self.control.directory()));
         let owners: Vec<_> = config.routes.access_of_sockets().copied().collect();
         let confined =

@@ -8,10 +8,10 @@
 //! ```
 //!
 //! The process copies the bytes instead of passing its descriptors to the tunnel. The descriptors
-//! may be files, which cannot be polled, and a mode that the tunnel sets on them would affect the
-//! other programs that use them. A unix socket does not show whether the channel was aborted or
-//! ended, so the control socket reports that. If standard input or output is a pipe, the kernel
-//! moves the bytes without copying them to this process.
+//! may be files, which cannot be polled. A mode that the tunnel sets on a descriptor would affect
+//! the other programs that use the descriptor. A unix socket does not show whether the channel was
+//! aborted or ended, so the control socket reports that. If standard input or output is a pipe, the
+//! kernel moves the bytes without copying them to this process.
 
 use std::fs::File;
 use std::io;
@@ -45,7 +45,7 @@ impl Stdio {
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!(
                 "the tunnel listens on {} instead of a unix socket (at fault: this side): restart \
-                 it with this version of dunlin",
+                 the tunnel with this version of dunlin",
                 opened.listen
             );
         };
@@ -102,7 +102,7 @@ fn send(to: &UnixStream, cut: &AtomicBool) {
     let how = match io::copy(&mut io::stdin().lock(), &mut into) {
         Ok(_) => Shutdown::Write,
         Err(error) => {
-            // Do not report an aborted channel, because the tunnel does.
+            // The tunnel reports an aborted channel, so do not report it here too.
             if error.kind() != io::ErrorKind::BrokenPipe && !is_channels(&error, to) {
                 cut.store(true, Ordering::SeqCst);
                 eprintln!("dunlin: cannot read the input: {error}");

@@ -79,7 +79,7 @@ enum Phase {
     #[default]
     Idle,
     Moving(Arc<Moving>),
-    /// This process, as the source, began to send *commit* and got no answer, or the answer that the
+    /// As the source, this process began to send *commit*. It got no answer, or the answer that the
     /// VM ran at the destination and died there. The copy here stays paused.
     InDoubt {
         record: Record,
@@ -95,8 +95,8 @@ enum Record {
     Held(Box<source::Doubt>),
     /// A request has taken the record, and queries the destination.
     InUse,
-    /// The journal has no record of the session that this process can lock. The next request looks
-    /// again.
+    /// This process found no record of the session in the journal, or could not lock the record.
+    /// The next request searches again.
     Missing,
 }
 
@@ -309,8 +309,8 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// Keeps the VM, which this service holds, until the VM ends or moves away, or a signal ends
-    /// this process. Returns the exit code.
+    /// Keeps the VM until it ends or moves away, or until a signal ends this process. The service
+    /// already holds this VM. Returns the exit code.
     pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         start("vm-watch", move || {
@@ -567,8 +567,8 @@ impl ControlService {
         let mut state = lock(&self.state);
         if let Phase::InDoubt { .. } = state.phase {
             bail!(
-                "too late to cancel: the VM is in doubt, as commit may have been received; see \
-                 `dunlin status` and `dunlin resolve`"
+                "too late to cancel: the VM is in doubt, because the destination may have \
+                 received commit; see `dunlin status` and `dunlin resolve`"
             );
         }
         if let Some(moving) = state.under_way().cloned() {
@@ -617,8 +617,8 @@ impl Now {
     fn vm(&self) -> Result<&Arc<Movable>> {
         match (&self.holds, &self.phase) {
             (Holds::Vm(_), Phase::InDoubt { .. }) => bail!(
-                "the VM is in doubt: the destination may have received commit and run it, so it \
-                 must not be changed here; see `dunlin status` and `dunlin resolve`"
+                "the VM is in doubt: the destination may have received commit and may run the \
+                 VM, so the VM must not be changed here; see `dunlin status` and `dunlin resolve`"
             ),
             (Holds::Vm(vm), _) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),

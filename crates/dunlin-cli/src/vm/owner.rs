@@ -247,7 +247,7 @@ fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) 
     }
 }
 
-/// Adds a migration with this last line to the history.
+/// Adds a migration that has ended to the history; `line` is the migration's last line.
 fn add_to_history(service: &ControlService, vm: &str, moving: &Moving, line: &Line) {
     let migration = moving.line();
     let finished = Finished::now("source", vm, &migration.peer, migration.seconds);

@@ -139,7 +139,8 @@ impl Receive {
             .build()?)
     }
 
-    /// The exit code of this process. Reports that a signal ended it before any VM arrived.
+    /// The exit code of this process. If a signal ended the process before any VM arrived, also
+    /// reports that.
     fn code(&self, service: &ControlService, ended: Vec<Ended>) -> i32 {
         let mut codes = Vec::new();
         let mut cancelled = Vec::new();
@@ -252,7 +253,7 @@ impl Waits<'_> {
                     let mut listener = Some(listener);
                     self.wait(service, &mut |builder, observer, cancel| {
                         let own = listener.as_mut().context("the listener is closed")?;
-                        // Without a thread of its own, the session's stack and heap would stay
+                        // Give the session its own thread. Otherwise its stack and heap would stay
                         // allocated for as long as the VM lives.
                         let received = on_own_thread(|| own.receive(builder, observer, cancel))?;
                         heap::give_back();
@@ -386,8 +387,8 @@ impl Waits<'_> {
             Vec::new()
         };
         add_to_history(service, Ok(received.guest_downtime));
-        // Do this before the line below is printed, because a client that has read it may send
-        // requests for the VM.
+        // Take the VM before the line *received* is printed, because a client that has read the
+        // line may send requests for the VM.
         service.hold(vm);
         let name = received.offered.vm.name.clone();
         // `answering` answers a source that missed the confirmation and queries this process.

@@ -13,7 +13,7 @@ pub(crate) enum Direction {
 }
 
 /// A counter of bytes. The process ID is a part of the key, so that the counters of a new process,
-/// which begin at 0, are not compared with those of the process before it.
+/// which begin at 0, are not compared with the counters of an earlier process.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Counter {
     Lane(u32, String, u16),

@@ -110,7 +110,7 @@ impl Source {
     }
 }
 
-/// Sets the rates of routes, which processes do not report to status sockets.
+/// Sets the rates of routes. Processes do not report these rates at their status sockets.
 fn add_rates(snapshot: &mut Snapshot, before: &Snapshot) {
     let rates = Rates::between(before, snapshot);
     let over = snapshot.at.saturating_duration_since(before.at);

@@ -48,8 +48,8 @@ impl Histogram {
     }
 }
 
-/// Totals of ended migrations. They begin at zero, so that a scraper that has larger values from
-/// before this process started sees a reset, and counts no migration twice.
+/// Totals of ended migrations. They begin at zero. A scraper that has larger values of an earlier
+/// process sees a reset, and counts no migration twice.
 #[derive(Debug)]
 pub(super) struct Totals {
     /// The number of migrations, by role and result.

@@ -43,7 +43,7 @@ impl Clock {
     fn jump(&self, offset: &str) {
         let new = self.file.with_extension("new");
         fs::write(&new, offset).unwrap();
-        // Replace the file atomically, since the process may read it at any time.
+        // Replace the file atomically, because the process may read it at any time.
         fs::rename(new, &self.file).unwrap();
     }
 

@@ -163,7 +163,8 @@ fn a_control_socket_without_descriptors_reports_it_and_serves_again_later() {
         "[descriptor-limit]",
     ];
     assert_says(&finish(status).expect(1).err, &parts);
-    // A client that sends nothing keeps that descriptor, so the next accept(2) fails.
+    // A client that sends nothing keeps the descriptor that accept(2) had reserved, so the next
+    // accept(2) fails.
     let before = cpu(&source);
     let _silent = UnixStream::connect(source.control.join("vm.sock")).unwrap();
     let warning = source.wait_for("warning");

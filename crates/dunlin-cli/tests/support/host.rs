@@ -31,8 +31,8 @@ pub fn after(first: &str, command: &Command) -> Command {
     shell
 }
 
-/// Wraps the command in a new mount namespace, in which a shell first runs `script`. Returns `None`
-/// without the permission to create one, but in CI panics.
+/// Wraps the command in a new mount namespace, in which a shell first runs `script`. Without the
+/// permission to create the namespace, returns `None`, or panics in CI.
 pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     let inside = |command: &Command| {
         let mut unshare = Command::new("unshare");

@@ -77,7 +77,7 @@ impl Scene {
         self.pair.link.address(host, family).to_string()
     }
 
-    /// Writes the configuration of a host, as [`Self::enable`] does.
+    /// Writes the configuration of a host, with the parameters of [`Self::enable`].
     fn configure(&self, side: Side, peer: &str, more: &str) {
         let redirect = format!(
             "[redirect.libvirt]\nports = \"{}-{}\"\nusers = [\"root\", \"libvirt-qemu\"]\n\
@@ -124,8 +124,8 @@ impl Scene {
         }
     }
 
-    /// Waits until the listener for redirected connections is open or closed. The connections of this
-    /// test are not redirected, so the tunnel refuses them.
+    /// Waits until the listener for redirected connections is open or closed. The connections of
+    /// this function are not redirected. If the listener is open, it accepts and then closes them.
     fn wait_listener(&self, side: Side, is_open: bool) {
         let deadline = Instant::now() + TIMEOUT;
         let connects = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();
@@ -240,7 +240,7 @@ impl Scene {
         traffic.tried
     }
 
-    /// Begins a migration, and calls `end`, which makes it fail, after some memory was sent.
+    /// Begins a migration. Calls `end` after some memory was sent; `end` makes the migration fail.
     /// Expects that the migration fails, that none of the memory was sent in the clear, and that
     /// the VM runs on. Returns how long the migration took to fail after `end`.
     pub fn interrupted(&self, from: Side, vm: &Vm, flags: &str, end: impl FnOnce()) -> Duration {

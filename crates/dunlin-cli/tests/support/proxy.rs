@@ -54,8 +54,8 @@ impl Proxy {
         self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops all answers from now on, including the delayed ones. When it drops an answer, it ends that
-    /// direction of the connection.
+    /// Drops all answers from now on, including the delayed ones. When the proxy drops an answer,
+    /// it ends that direction of the connection.
     pub fn cut(&self) {
         self.answers_held_ms.store(CUT, Ordering::SeqCst);
     }
@@ -65,8 +65,8 @@ impl Proxy {
         self.messages_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops all messages from now on, including the delayed ones, on every connection. When it drops a
-    /// message, it ends that direction of the connection.
+    /// Drops all messages from now on, including the delayed ones, on every connection. When the
+    /// proxy drops a message, it ends that direction of the connection.
     pub fn cut_messages(&self) {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }

@@ -176,8 +176,8 @@ pub fn listen(host: &Host, at: impl Into<SocketAddr>) -> TcpListener {
     listener
 }
 
-/// Ends a listener at once, although the child processes of other tests inherit it until they run
-/// their programs.
+/// Ends a listener at once. A drop is not enough, because the child processes of other tests keep
+/// the inherited listener open until they run their programs.
 pub fn close(listener: &TcpListener) {
     rustix::net::shutdown(listener, Shutdown::Both).unwrap();
 }

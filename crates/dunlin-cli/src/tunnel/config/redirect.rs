@@ -19,8 +19,8 @@ use super::table::{Found, LanesKey, Port, at};
 pub(crate) const PEER_PORT: u16 = 18300;
 /// Default for the first port of the listeners for redirected connections.
 const REDIRECT_PORT: u16 = 18301;
-/// Maximum length of a redirect's name, in bytes. The rules' comments contain the name, and nftables
-/// limits a comment to 128 bytes.
+/// Maximum length of a redirect's name, in bytes. The rules' comments contain the name, and
+/// nftables limits a comment to 128 bytes.
 const LONGEST_NAME: usize = 64;
 /// The largest number of ports in a redirect. There is a limit because other programs of this host
 /// cannot serve clients on a redirect's ports; toolstacks use at most 64.
