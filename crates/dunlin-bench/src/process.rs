@@ -51,8 +51,8 @@ mod tests {
         let buffer = std::hint::black_box(vec![1_u8; 32 << 20]);
         assert!(super::peak_bytes(id).unwrap() >= buffer.len() as u64);
         let begin = super::cpu_s(id).unwrap();
-        // Wait long, because the kernel counts CPU time in steps of 10 ms, and a busy host gives this
-        // process little of it.
+        // Wait long, because the kernel counts CPU time in steps of 10 ms, and a busy host gives
+        // this process little of it.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while super::cpu_s(id).unwrap() <= begin {
             assert!(std::time::Instant::now() < until, "no time was counted");

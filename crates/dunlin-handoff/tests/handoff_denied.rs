@@ -37,9 +37,9 @@ fn outcome(near: &Host, served: &ServerTls, trust: TrustPolicy) -> Result<(), Ha
     })
 }
 
-/// The denied keys of the caller's identity apply under every trust policy: whether the peer is
-/// trusted by its authority, trusted by its own certificate in the CA bundle, or not verified at
-/// all.
+/// The denied keys of the caller's identity apply under every trust policy: whether the caller
+/// trusts the peer's authority, trusts the peer's own certificate in the CA bundle, or does not
+/// verify the peer at all.
 #[test]
 fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
     let root = Ca::root("root");

@@ -31,16 +31,17 @@ pub fn group_id(name: &str) -> io::Result<Option<u32>> {
     find(
         name,
         |name, entry: *mut libc::group, buffer, bytes, found| {
-            // SAFETY: as in `user_id`.
+            // SAFETY: `name` is a C string, `buffer` is valid for writes of `bytes` bytes, and
+            // `entry` and `found` are valid for writes; all of them live through the call.
             unsafe { libc::getgrnam_r(name, entry, buffer, bytes, found) }
         },
     )
     .map(|entry| entry.map(|entry| entry.gr_gid))
 }
 
-/// Calls a function of the C library that copies an entry into a buffer, with larger buffers, up to
-/// `MOST_BYTES`, until the entry fits. Returns `None` if no entry has this name. The pointers in
-/// the returned entry are dangling, because the buffer has been freed.
+/// Calls a function of the C library that copies an entry into a buffer. While the entry does not
+/// fit, repeats the call with a larger buffer, up to `MOST_BYTES`. Returns `None` if no entry has
+/// this name. The pointers in the returned entry are dangling, because the buffer has been freed.
 fn find<T: Copy>(
     name: &str,
     call: impl Fn(*const c_char, *mut T, *mut c_char, usize, *mut *mut T) -> c_int,

@@ -4,7 +4,7 @@
 //! Guest memory may change at any time, so this module never forms a Rust reference to it; aws-lc
 //! (C and assembly) gets addresses. If a page changes while it is sealed, the record holds a
 //! mixture of old and new bytes, as after any other read of a changing page. The record still
-//! opens, because the tag covers the ciphertext, and each byte of the page is read only once
+//! opens, because the tag covers the ciphertext, and aws-lc reads each byte of the page only once
 //! (`CRYPTO_gcm128_encrypt` and its siblings in aws-lc's crypto/fipsmodule/modes/gcm.c).
 
 use std::ptr::{NonNull, null, null_mut};

@@ -301,8 +301,8 @@ fn send(
     let message = message(&mut pieces[..count], control);
     // SAFETY: `message` names `count` pieces and, if there is one, the control buffer with its
     // actual length. Each piece is mapped and readable while its `VolatileSlice` in `from` lives,
-    // which includes the call. The call only reads them. The guest may change the pieces during the
-    // call, because the kernel reads each byte once and seals what it read.
+    // which includes the call. The call only reads them. If the guest changes the pieces during the
+    // call, the record is still valid: the kernel reads each byte once and seals what it read.
     let status = unsafe {
         libc::sendmsg(
             socket.as_fd().as_raw_fd(),
@@ -464,8 +464,8 @@ mod tests {
     #[test]
     fn k01_a_failed_attach_is_an_error_and_changes_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // This fails because the socket is not connected, and on some kernels because they lack
-        // TLS.
+        // `attach` fails because the socket is not connected, and on some kernels because they
+        // lack TLS.
         assert!(attach(&listener).is_err());
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert_eq!(installed(&near, Direction::Sending).unwrap(), None);

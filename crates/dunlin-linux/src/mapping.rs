@@ -205,10 +205,10 @@ const ALIGN_ATTEMPTS: usize = 4;
 /// [`ALIGN_ATTEMPTS`] times. A huge page needs an aligned 2 MiB block in this process, and KVM's
 /// second-level tables need the same alignment in this process and in the guest.
 ///
-/// Since 6.7 Linux aligns private memory automatically. Otherwise the kernel usually takes the end
-/// of the highest gap that fits, without alignment. This function then occupies the end of that
-/// gap, down to a multiple of 2 MiB, with a placeholder, so that the next mapping ends at that
-/// multiple. (vm-memory neither accepts an address nor adopts an existing mapping.)
+/// Since 6.7 Linux aligns private memory automatically. In other cases the kernel usually takes the
+/// end of the highest gap that fits, without alignment. This function then puts a placeholder at
+/// the end of that gap. The placeholder begins at a multiple of 2 MiB, so the next mapping ends at
+/// that multiple. (vm-memory neither accepts an address nor adopts an existing mapping.)
 fn aligned(
     map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
 ) -> Result<MmapRegion<AtomicBitmap>, MmapRegionError> {

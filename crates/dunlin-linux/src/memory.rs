@@ -64,11 +64,11 @@ pub fn is_zero_scalar(bytes: &[u8]) -> bool {
 #[cfg(target_arch = "x86_64")]
 fn is_zero_wide(bytes: &[u8]) -> bool {
     if std::arch::is_x86_feature_detected!("avx512f") {
-        // SAFETY: the CPU has AVX-512F, checked on the line above.
+        // SAFETY: the enclosing `if` has checked that the CPU has AVX-512F.
         return unsafe { x86::is_zero_avx512(bytes) };
     }
     if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the CPU has AVX2, checked on the line above.
+        // SAFETY: the enclosing `if` has checked that the CPU has AVX2.
         return unsafe { x86::is_zero_avx2(bytes) };
     }
     is_zero_scalar(bytes)

@@ -116,7 +116,7 @@ impl Occupancy {
                 continue;
             }
             if at < here.start {
-                // A gap between the mappings in /proc/self/maps may hold data.
+                // No line of /proc/self/maps describes these bytes, so treat them as data.
                 found(at..here.start);
             }
             at = here.end;

@@ -165,7 +165,7 @@ fn scan(
         // outlives the call. Its `regions` points to `regions_len` writable elements of `results`,
         // which nothing else refers to during the call. The scan reads page tables and at most sets
         // write-protection, which the kernel itself removes at the next write; the content of
-        // `memory` does not change, and it stays mapped.
+        // `memory` does not change, and `memory` stays mapped.
         let count = unsafe {
             libc::ioctl(
                 pagemap.as_raw_fd(),

@@ -44,8 +44,8 @@ pub fn is_own_address(address: IpAddr) -> bool {
         socket.connect((address, 9))?;
         socket.local_addr()
     });
-    // Every loopback address belongs to this host. It is not compared with the source, because a
-    // packet to 127.0.0.2, for example, has the source 127.0.0.1.
+    // Every loopback address belongs to this host. The comparison with the source fails for some
+    // of them: a packet to 127.0.0.2, for example, has the source 127.0.0.1.
     address.is_loopback() || connected.is_ok_and(|from| from.ip() == address)
 }
 

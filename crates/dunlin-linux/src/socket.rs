@@ -510,7 +510,7 @@ mod tests {
 
         let soon = || Instant::now() + Duration::from_secs(5);
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // This fails on a host without IPv6.
+            // The bind fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };
@@ -564,7 +564,7 @@ mod tests {
     #[test]
     fn a_connection_uses_the_given_local_port_which_is_then_in_use() {
         for any in ["127.0.0.1:0", "[::1]:0"] {
-            // This fails on a host without IPv6.
+            // The bind fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(any) else {
                 continue;
             };

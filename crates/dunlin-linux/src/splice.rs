@@ -57,10 +57,10 @@ impl Conduit {
         self.take_at_most(from, PIPE_BYTES)
     }
 
-    /// As [`Conduit::take`], but moves at most `bytes` bytes.
+    /// Like [`Conduit::take`], but moves at most `bytes` bytes.
     ///
     /// # Errors
-    /// As [`Conduit::take`].
+    /// Same as [`Conduit::take`].
     pub fn take_at_most(&mut self, from: impl AsFd, bytes: usize) -> io::Result<usize> {
         let count = splice(&from, &self.writer, bytes.min(PIPE_BYTES))?;
         self.held += count;

@@ -158,9 +158,9 @@ fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
 /// Sets the traffic class of a connection's packets (`IP_TOS`, `IPV6_TCLASS`). The upper six bits
 /// are the DSCP; TCP keeps the lower two.
 ///
-/// If the class changes, the next send makes the kernel look up the connection's route again, and
-/// with it the SA, on the CPU of that send. With IPsec this moves a connection to the SA of the CPU
-/// that sends next.
+/// If the class changes, the kernel looks up the connection's route and SA again at the next send,
+/// on the CPU of that send. With IPsec, the connection thus moves to the SA of the CPU that sends
+/// next.
 ///
 /// # Errors
 /// An error from getsockopt(2) or setsockopt(2).
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn a_connection_has_a_cpu_and_a_traffic_class_in_both_families() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // This fails on a host without IPv6.
+            // The bind fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };

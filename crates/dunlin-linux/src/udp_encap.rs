@@ -9,8 +9,8 @@ use crate::option;
 const UDP_ENCAPSULATION: libc::c_int = 100;
 const ESP_IN_UDP: libc::c_int = 2;
 
-/// Makes the kernel process each ESP packet that arrives at this socket as if it had arrived
-/// without UDP, by the SA with the packet's SPI. This lasts until the socket is closed. The
+/// Makes the kernel process each ESP packet that arrives at this socket as if the packet had
+/// arrived without UDP. The packet's SPI selects the SA. This lasts until the socket is closed. The
 /// socket can still read packets that are not ESP (their first four bytes are zero). Sending ESP in
 /// UDP needs no socket, but a socket bound to the source port keeps other programs from using that
 /// port.

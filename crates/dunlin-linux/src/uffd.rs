@@ -1,11 +1,12 @@
 //! Records which pages of a mapping are written, with userfaultfd's asynchronous write-protection
 //! (Linux 6.7, Documentation/admin-guide/mm/userfaultfd.rst).
 //!
-//! At the first write to a page the kernel removes its write-protection and lets the writer
+//! At the first write to a page the kernel removes the page's write-protection and lets the writer
 //! continue; no fault reaches user space. A page without protection has been written; PAGEMAP_SCAN
-//! ([`crate::pagemap`]) reports it and protects it again. This covers writes through this process's
-//! mapping: by its threads, by the kernel on their behalf (read(2)) and by KVM. It does not cover
-//! writes by another process that maps the same file, or by a device to pinned pages.
+//! ([`crate::pagemap`]) reports the page and protects it again. The watch covers writes through
+//! this process's mapping: by its threads, by the kernel on their behalf (read(2)) and by KVM. The
+//! watch does not cover writes by another process that maps the same file, or by a device to pinned
+//! pages.
 //!
 //! Transparent huge pages stay huge until they are written: the first write splits the huge page,
 //! and from then on single pages of 4 KiB are reported. If memory is touched for the first time

@@ -87,9 +87,10 @@ impl Default for HostOptions {
 }
 
 impl HostOptions {
-    /// Sets whether to advise transparent huge pages for the guest's memory. The kernel follows the
-    /// advice for private memory unless its setting `enabled` is `never`, and for a memfd if its
-    /// setting `shmem_enabled` is `advise` (/sys/kernel/mm/transparent_hugepage).
+    /// Sets whether to advise transparent huge pages for the guest's memory. For private
+    /// memory, the kernel follows the advice unless its setting `enabled` is `never`. For a memfd,
+    /// it follows the advice if its setting `shmem_enabled` is `advise`
+    /// (/sys/kernel/mm/transparent_hugepage).
     ///
     /// Drawback: touching a page can populate the 2 MiB around it, so a guest with scattered
     /// content takes up to 512 times as much memory as its pages need. Without huge pages,

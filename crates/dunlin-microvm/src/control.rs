@@ -238,8 +238,8 @@ impl Control {
         Ok(())
     }
 
-    /// Makes every vCPU park. `wake` makes vCPUs that run the guest leave it. Returns once all
-    /// vCPUs are parked or another thread has resumed the machine.
+    /// Makes every vCPU park. `wake` makes vCPUs that run the guest leave it. Returns when
+    /// all vCPUs are parked or another thread has resumed the machine.
     pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         if inner.state == VmState::Running {

@@ -2,9 +2,9 @@
 //! *beat* is the message that each vCPU sends to the VMM about every millisecond.
 //!
 //! The last beat is part of the machine's state. The downtime is the time from the last beat at the
-//! source to the first beat at the destination. It is measured by CLOCK_MONOTONIC if the source and
-//! the destination are on the same host (equal boot ids), otherwise by the guest's own clock, which
-//! continues during the migration.
+//! source to the first beat at the destination. CLOCK_MONOTONIC measures the downtime if the
+//! source and the destination are on the same host (equal boot ids). Otherwise the guest's own
+//! clock measures it, because this clock continues during the migration.
 
 use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, PoisonError};

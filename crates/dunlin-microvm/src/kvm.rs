@@ -158,7 +158,7 @@ impl Machine {
 ///
 /// It dereferences to the vCPU's descriptor, for everything that only reads or sets registers. It
 /// deliberately does not implement `DerefMut`: a descriptor moved to another `Vcpu` with
-/// `mem::swap` could outlive its memory.
+/// `mem::swap` could outlive the memory of its guest.
 #[derive(Debug)]
 pub(crate) struct Vcpu {
     /// Declared before `machine`, so that the descriptor is closed before the machine.

@@ -252,7 +252,7 @@ impl Builder for MachineBuilder {
 }
 
 /// Checks that the source's memory regions equal those of a machine with this description, because
-/// the layout of memory cannot change once the memory is allocated.
+/// the layout of memory cannot change after the memory is allocated.
 fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Refusal> {
     let theirs: Vec<u64> = offered.regions.iter().map(|region| region.length).collect();
     let ours: Vec<u64> = layout(description.config.memory_bytes)

@@ -25,10 +25,10 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
 /// client usually completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
-/// The interval between queries whether receivers have read their lines. No event reports that a
-/// line has been read. When a new client of a hand-off name arrives, the acceptor queries that
-/// name's receiver immediately, so the interval only delays the close of connections. A shorter
-/// interval would wake the process more often.
+/// The interval between queries whether receivers have read the lines of text that were sent with
+/// sockets. No event reports that a line has been read. When a new client of a hand-off name
+/// arrives, the acceptor queries that name's receiver immediately. The interval therefore delays
+/// only the close of connections. A shorter interval would wake the process more often.
 const RECEIVERS_STEP: Duration = Duration::from_secs(1);
 
 const WAKE: u64 = u64::MAX;
@@ -45,7 +45,7 @@ pub(super) struct AcceptLoop {
     paused_until: Option<Instant>,
     /// Whether [`Event::Starved`] was reported and no client has been accepted since then.
     is_starved: bool,
-    /// When to query again whether receivers have read their lines.
+    /// When to query again whether receivers have read the lines that were sent with sockets.
     next_query: Instant,
 }
 
@@ -169,7 +169,8 @@ impl AcceptLoop {
     }
 
     /// Evicts the client that [`least`] selects if its grace period has passed. If no client is
-    /// pending, reports [`Event::Starved`], but only once until a client is accepted.
+    /// pending, reports [`Event::Starved`], and does not report it again until a client is
+    /// accepted.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),

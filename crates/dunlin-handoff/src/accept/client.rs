@@ -34,7 +34,8 @@ pub(super) struct Client {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     pub(super) began: Instant,
-    /// The requested server name, once it is known.
+    /// The server name that the client requests; `None` until the hello is complete, or if it has
+    /// no name.
     pub(super) name: Option<String>,
     stage: Stage,
 }
@@ -58,7 +59,7 @@ pub(super) enum Step {
     Secured,
     /// Report the refusal; the client stays in [`Stage::Lingering`].
     Refused(Refusal),
-    /// Drop the client: it has disconnected, or has sent too much since it was refused.
+    /// Drop the client: it has disconnected, or has sent too much after it was refused.
     Gone,
 }
 

@@ -30,9 +30,9 @@ use dunlin_linux::splice::Conduit;
 /// Idle time after which a client that has sent only its hello may be evicted. A well-behaved
 /// client usually has answered the backend by then.
 const GRACE: Duration = Duration::from_secs(1);
-/// Idle time after which any other client may be evicted. A slow disk or a busy backend usually
-/// makes a client wait for less than this time. A connection that a client keeps open for later
-/// requests can be evicted.
+/// Idle time after which a client that has sent more than its hello may be evicted. A slow disk or
+/// a busy backend usually makes a client wait for less than this time. A connection that a client
+/// keeps open for later requests can be evicted.
 const IDLE: Duration = Duration::from_secs(10);
 /// Maximum number of evicted clients that still have threads. They do not count towards the limit
 /// of forwarded clients. Each has at most eight descriptors.
@@ -219,7 +219,7 @@ impl Forwarded {
                 error
             }
         };
-        // Once a stream has ended, the client and the backend may close their connections in any
+        // After a stream has ended, the client and the backend may close their connections in any
         // way, so errors are ignored.
         let mut ended = self.has_ended.iter();
         match ended.any(|ended| ended.load(Ordering::SeqCst)) {
@@ -254,7 +254,7 @@ struct Activity {
     is_leaving: bool,
     /// Whether the client has sent more than its hello.
     has_sent_more: bool,
-    /// When either side last sent bytes.
+    /// When the client or the backend last sent bytes.
     last: Instant,
 }
 

@@ -17,7 +17,7 @@ pub(super) struct Forwarded {
     /// The number of bytes of the client's hello that had arrived when forwarding began.
     pub(super) hello_bytes: u64,
     pub(super) sent_bytes: AtomicU64,
-    /// When either side last sent bytes, in milliseconds since `began`.
+    /// When the client or the backend last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
     /// Whether forwarding has failed. Both connections are then reset.

@@ -1,5 +1,5 @@
-//! The hand-overs of one name that are in flight. A hand-over ends when the receiver has read its
-//! line or has closed the connection, or when the client is refused.
+//! The hand-overs of one name, while they are in flight. A hand-over ends when the receiver has
+//! read the line and the socket, or has closed the connection, or when the client is refused.
 //!
 //! ```text
 //!   admitted ─▶ a thread: keys, line, socket ─▶ the line is unread ─▶ ended
@@ -19,8 +19,8 @@ pub(super) enum Admission {
     HandOver,
     /// The client is over the limit, and gets an alert.
     Alert,
-    /// The client is over the limit, and so many such clients still have a thread for their alert
-    /// that its connection is closed without an alert.
+    /// The client is over the limit, and the limit of threads that send alerts is reached too. The
+    /// client's connection is closed without an alert.
     Close,
 }
 
@@ -64,7 +64,8 @@ impl Handovers {
 
     /// Closes the connections of lines that have been read.
     pub(super) fn close_read(&mut self) {
-        // The query does not fail for a unix socket. If it did, the connection would never end.
+        // The query does not fail for a unix socket. An error counts as read, because otherwise the
+        // connection would never end.
         self.unread.retain(|one| !is_received(one).unwrap_or(true));
     }
 

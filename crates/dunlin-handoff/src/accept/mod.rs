@@ -12,8 +12,8 @@
 //!   handshake is complete.
 //! - `client`: a client that the accepting thread owns. Its hello stays in the socket (MSG_PEEK);
 //!   epoll reports the socket again only when enough bytes for the next step have arrived.
-//! - `deliver`: passes the sockets of hand-off names to their receivers; `handovers` limits those that
-//!   a receiver has not read.
+//! - `deliver`: passes the sockets of hand-off names to their receivers; `handovers` limits the
+//!   sockets that a receiver has not read.
 //! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one forwarded
 //!   client.
 //! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
@@ -292,8 +292,8 @@ pub enum Event {
     /// The kernel has no TLS when the acceptor starts. Clients of hand-off names are therefore
     /// refused, and all other clients are forwarded.
     NoKernelTls(Refused),
-    /// Descriptors or memory ran out, and there is no client to evict. Reported once until
-    /// accepting succeeds again.
+    /// Descriptors or memory ran out, and there is no client to evict. The acceptor does not report
+    /// this again until it has accepted a client.
     Starved(io::Error),
     /// The listener failed. Clients are no longer accepted.
     Failed(io::Error),

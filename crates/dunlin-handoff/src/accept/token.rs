@@ -8,7 +8,7 @@ pub(super) enum Side {
 }
 
 /// The token of a client's socket. `side` is `None` while the client is pending, and the socket's
-/// side once the client is forwarded.
+/// side after the client is forwarded.
 pub(super) fn token(number: u64, side: Option<Side>) -> u64 {
     number << 2 | side.map_or(0, |side| side as u64 + 1)
 }

@@ -10,8 +10,8 @@ use crate::wire::DecodeError;
 pub(super) const MSRS: &str = "vcpu.msrs";
 pub(super) const TSC: &str = "vcpu.tsc";
 
-/// Why a machine's state could not be loaded. Except after [`LoadError::Control`], the machine
-/// cannot be used afterwards.
+/// Why a machine's state could not be loaded. After any error other than [`LoadError::Control`],
+/// the machine cannot be used.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The machine has already run, been loaded or ended.

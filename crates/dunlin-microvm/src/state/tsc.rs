@@ -43,8 +43,8 @@ pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Sets the guest's TSC to its saved value plus the time that has passed since it was saved, if KVM
-/// can offset the TSC.
+/// If KVM can offset the TSC, sets the guest's TSC to the saved value plus the time that has passed
+/// since the save.
 ///
 /// The offset of each vCPU is the offset of the first vCPU plus the difference between the offsets
 /// of the two vCPUs at the source. These differences therefore stay the same, however long the
