@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::maker::Maker;
 
-/// The name of a file in a temporary directory. Its content identifies a child process, which is
-/// killed when a later process removes the directory.
+/// The name of a file in a temporary directory. Its content identifies a child process. A later
+/// process that removes the directory also kills the child.
 const PROCESS: &str = "process";
 /// A directory that is a tmpfs on most hosts.
 const MEMORY: &str = "/dev/shm";

@@ -25,7 +25,7 @@ const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];
 
-/// The number of the next run, from which its addresses are derived.
+/// The number of the next run. Each run derives its addresses from its number.
 static NUMBERS: AtomicUsize = AtomicUsize::new(0);
 
 fn cases(victims: &[Victim], signal: Signal, at_once: bool) -> Vec<Case> {

@@ -15,8 +15,8 @@
 //! loopback interface is up. The kernel loads modules on request, as on an installed system. The
 //! test's output is printed, and its files in [`Guest::folder`] are copied to the host.
 //!
-//! Tests probe for a kernel feature (they read `/proc/crypto` or a counter, or try to use the
-//! feature) instead of checking the kernel's version, because distributions backport features and
+//! Tests probe for a kernel feature: they read `/proc/crypto` or a counter, or try to use the
+//! feature. They do not check the kernel's version, because distributions backport features and
 //! features move between releases. Only [`doctor`] compares its results by version. A test changes
 //! settings of the machine through guards that restore them ([`Guest::set`],
 //! [`Guest::without_module`]), because later tests run in the same machine.

@@ -108,7 +108,7 @@ impl Status {
         line.trim_start_matches(':').split_whitespace().collect()
     }
 
-    /// Whether none of the process's capability sets contains a bit that `capabilities` lacks.
+    /// Whether every capability set of the process is a subset of `capabilities`.
     ///
     /// # Panics
     /// See [`Status::field`].
@@ -124,8 +124,8 @@ impl Status {
 }
 
 impl Manager {
-    /// Installs the units, and creates the users and directories, as dpkg does. `prepare` writes the
-    /// configuration. Then starts the manager.
+    /// Installs the units, and creates the users and directories, as dpkg does. `prepare` writes
+    /// the configuration. Then starts the manager.
     ///
     /// # Panics
     /// A command fails, or the manager does not answer.
@@ -272,7 +272,7 @@ impl Manager {
     /// Waits until `is_so` returns true.
     ///
     /// # Panics
-    /// It does not return true within the time limit.
+    /// `is_so` does not return true within the time limit.
     pub fn wait_for(&self, what: &str, is_so: impl Fn() -> bool) {
         let until = Instant::now() + TIMEOUT;
         while !is_so() {

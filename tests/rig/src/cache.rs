@@ -25,8 +25,8 @@ pub fn directory() -> PathBuf {
     target.join("rig")
 }
 
-/// An exclusive lock on a part of the cache, which all processes respect. The lock is released when
-/// this value is dropped or its process is killed.
+/// An exclusive lock on a part of the cache, for all processes. The lock is released when this
+/// value is dropped or its process is killed.
 #[derive(Debug)]
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 

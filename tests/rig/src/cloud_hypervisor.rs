@@ -1,7 +1,7 @@
 //! Cloud Hypervisor, with the binary that the variable `CLOUD_HYPERVISOR` names.
 //!
-//! The program is controlled over HTTP on a unix socket, as its own tool `ch-remote` does. Its events
-//! arrive on standard error, and its guest's serial line on standard output.
+//! The tests control the program over HTTP on a unix socket, as its own tool `ch-remote` does. Its
+//! events arrive on standard error, and its guest's serial line on standard output.
 
 use std::env;
 use std::ffi::OsString;

@@ -297,8 +297,8 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
-    // A zombie counts as ended: only the system's first process reaps an orphan, which can take a
-    // while.
+    // A zombie counts as ended, because only the system's first process reaps an orphan. That can
+    // take a while.
     let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
     let deadline = Instant::now() + Duration::from_secs(10);
     while gone() && Instant::now() < deadline {
@@ -307,7 +307,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     assert!(!gone(), "the process on the removed host still runs");
 }
 
-/// The test above runs this test as a separate process.
+/// `hosts_of_a_killed_process_are_swept_and_no_others` runs this test as a separate process.
 #[test]
 #[ignore = "run by another test"]
 fn makes_a_host_and_waits() {

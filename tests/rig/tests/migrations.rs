@@ -252,8 +252,8 @@ fn a_plain_migration_moves_linux() {
     move_and_check(&pair, &setup, &pair.migration(Family::V6));
 }
 
-/// Migrates the bare guest with every kind of content, and Linux with two kernels, with and without
-/// multifd and TLS, over a link with a delay.
+/// Migrates the bare guest with every kind of content, and Linux with two kernels. Each migrates
+/// over a link with a delay, with and without multifd and TLS.
 #[test]
 fn in_the_soak_everything_moves_over_a_long_line() {
     if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {

@@ -118,8 +118,8 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
     assert_eq!(opened(&pair), 5);
 }
 
-/// Data on one of the lanes arrives later than data sent after it on the other lanes, including the
-/// first bytes of a connection.
+/// One lane is slow. Its data, including the first bytes of a connection, arrives after newer data
+/// on the other lanes.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
     // The guest writes so slowly that even a delayed lane can keep up.
@@ -173,7 +173,8 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
-/// Waits until a data lane has carried 512 KiB more than any data lane has carried so far.
+/// Waits until a data lane has carried 512 KiB more than the busiest data lane had carried at the
+/// time of the call.
 fn carries(pair: &Pair) {
     let relay = pair.relay.as_ref().unwrap();
     relay.wait_busy(relay.busiest() + (512 << 10), None);

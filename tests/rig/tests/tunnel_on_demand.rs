@@ -25,9 +25,9 @@ const WORKLOAD: Workload = Workload {
 
 /// With QEMU's own TLS, QEMU treats the first accepted connection as the main one, so the listener
 /// must preserve the order. Afterwards the listener leaves nothing behind, and it has counted no
-/// connection as failed. Some may count as ended with unread bytes: QEMU's destination closes the
-/// memory connections once it has all pages, without waiting for the close_notify of the source's
-/// TLS.
+/// connection as failed. Some connections may count as ended with unread bytes. QEMU's destination
+/// closes the memory connections as soon as it has all pages. It does not wait for the close_notify
+/// of the source's TLS.
 #[test]
 fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let Some(setup) = need::bare_guest(WORKLOAD) else {

@@ -271,8 +271,8 @@ impl World<'_> {
         let lives = session.is_some_and(|session| {
             session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
         });
-        // A VM that ran at the destination and has died there is allowed, because the report that
-        // it ran was true when it was sent.
+        // It is allowed that the VM ran and died at the destination. The destination's report
+        // *running* was true when the destination sent it.
         let died = self.destination.died == Some(number);
         if machine == Source::Released && !lives && !died && !self.given_up() {
             let text = "the copy at the source is destroyed, and no other copy lives".into();

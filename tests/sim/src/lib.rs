@@ -1,10 +1,10 @@
 //! A simulator of a migration. [`stripe`] is a second simulator, of two tunnels.
 //!
-//! The first simulates two hosts, a network between them and a running guest, in virtual time and
-//! on one thread. `dunlin-proto` makes the decisions; the engine's own work is implemented here a
-//! second time, as simply as possible. One `u64` seed determines a whole run: [`Plan::new`] draws
-//! sizes, rates and faults from it, [`run`] executes the plan and checks the invariants, and
-//! [`shrink`] minimises a failing plan.
+//! The simulator of a migration simulates two hosts, a network between them and a running guest. It
+//! uses virtual time and one thread. `dunlin-proto` makes the decisions; the engine's own work is
+//! implemented here a second time, as simply as possible. One `u64` seed determines a whole run:
+//! [`Plan::new`] draws sizes, rates and faults from it, [`run`] executes the plan and checks the
+//! invariants, and [`shrink`] minimises a failing plan.
 //!
 //! README.md explains how to run and replay the simulations, and what they check.
 #![forbid(unsafe_code)]

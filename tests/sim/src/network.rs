@@ -195,7 +195,7 @@ impl World<'_> {
         for to in [Side::Source, Side::Destination] {
             let connection = &mut self.connections[id];
             connection.lose_tail(to);
-            // Sometimes one end notices only much later.
+            // Sometimes one end detects the break much later than the other end.
             let extra_ns = if connection.random.chance(15) {
                 connection.random.between(0, LIVENESS_NS)
             } else {
@@ -229,8 +229,8 @@ impl World<'_> {
                 *at_ns = NEVER;
             }
         }
-        // The ends of a data lane detect this only after the source has detected that the lane
-        // stalls.
+        // On a data lane, the source must first detect that the lane stalls. Both ends detect the
+        // dead connection after that.
         let periods = match self.connections[id].kind {
             Kind::Control => 1,
             Kind::Lane(_) => 3,

@@ -37,7 +37,7 @@ const READY_LIMIT_NS: u64 = 20_000 * MS;
 /// The source's host.
 #[derive(Debug)]
 pub(crate) struct SourceHost {
-    /// The source's copy of the VM; `None` once it is destroyed or dead.
+    /// The source's copy of the VM; `None` after the copy was destroyed or has died.
     pub(crate) guest: Option<Guest>,
     pub(crate) killed: bool,
     pub(crate) journal: Journal<(u32, SourceRecord)>,
@@ -49,7 +49,7 @@ pub(crate) struct SourceHost {
     pub(crate) paused: Option<(u32, Vec<u32>)>,
     /// The epoch of the newest control lane.
     epoch: u32,
-    /// The number of attempts without faults that the destination refused because it still had
+    /// How many fault-free attempts the destination refused, because the destination still had
     /// state of the previous attempt.
     turned_away: u32,
 }
@@ -76,8 +76,8 @@ pub(crate) struct Attempt {
     asked: u32,
     pub(crate) cancelled: bool,
     end: End,
-    /// Whether no fault can affect this attempt, so that it must succeed unless the destination
-    /// refuses it.
+    /// Whether this attempt is free of faults. If so, it must succeed, or the destination must
+    /// refuse it.
     clean: bool,
     refused: bool,
     /// Whether the lanes have been given up, so that the attempt must fail.
@@ -142,7 +142,7 @@ impl World<'_> {
             self.source.next = self.plan.first_attempt;
             self.moment(Moment::Begun);
         }
-        // Once two attempts have ended, no further faults are injected, and the next attempt must
+        // After two attempts have ended, no further faults are injected, and the next attempt must
         // succeed.
         if self.ends.len() >= 2 {
             self.quiet = true;

@@ -90,8 +90,8 @@ kinds! {
         /// Pre-copy reached its time limit, or could not meet the downtime limit; the VM is at the
         /// source.
         OutOfTime = "out of time";
-        /// The source's process died, and the journal showed the new process that the VM stays at
-        /// the source.
+        /// The source's process died. The new process found in the journal that the VM stays at the
+        /// source.
         TakenOver = "taken over";
         /// After *commit* or in doubt, the source received the report that the destination had
         /// aborted.

@@ -57,7 +57,7 @@ pub enum Ending {
     DiedAtSource,
     /// The VM died with the destination's process, and the source has released the VM.
     DiedAtDestination,
-    /// The VM died with the destination's process, the source was informed, and an operator
+    /// The VM died with the destination's process, the source received this report, and an operator
     /// has resumed the source's copy.
     TakenBack,
     /// Like `TakenBack`, but the copy died with the source's process.

@@ -1,9 +1,9 @@
-//! Under the AppArmor profile that libvirt makes for a VM, QEMU migrates through the tunnel over unix
-//! sockets with the rule of `dunlin libvirt enable --sockets`, and fails without it. Over TCP, as with
-//! a redirect, it needs no rule.
+//! QEMU migrates through the tunnel under the AppArmor profile that libvirt makes for a VM.
+//! Over unix sockets, the migration succeeds with the rule of `dunlin libvirt enable --sockets`,
+//! and fails without the rule. Over TCP, which a redirect uses too, QEMU needs no rule.
 //!
-//! No libvirtd runs, because the daemons of the two hosts would load profiles with the same name,
-//! that of the VM, into the same kernel.
+//! No libvirtd runs, because both hosts share one kernel. The daemons of both would load a profile
+//! with the VM's name into this kernel.
 
 use std::error::Error;
 use std::fs;
@@ -47,11 +47,13 @@ const WORKLOAD: Workload = Workload {
 
 const UUID: &str = "5f0c1e6a-0000-4000-8000-00000000aa01";
 const DIRECTORY: &str = "/run/dunlin/vm";
-/// The sockets of the route over unix sockets: the source connects to the first, on which the
-/// tunnel listens, and the tunnel connects to the second, on which QEMU listens at the destination.
+/// The sockets of the route over unix sockets: the source's QEMU connects to the first, and the
+/// tunnel connects to the second. The tunnel listens on the first, and the destination's QEMU
+/// listens on the second.
 const NEAR_SOCKET: &str = "/run/dunlin/vm/near.ram";
 const FAR_SOCKET: &str = "/run/dunlin/vm/far.ram";
-/// The addresses of the route over TCP, with the same roles.
+/// The addresses of the route over TCP: the tunnel listens on the first, and the destination's QEMU
+/// listens on the second.
 const NEAR_PORT: &str = "127.0.0.1:7001";
 const FAR_PORT: &str = "127.0.0.1:7002";
 /// The file with the AppArmor rule that `dunlin libvirt enable --sockets` writes.
@@ -205,9 +207,9 @@ impl Profile {
             .expect("the package of the driver has virt-aa-helper");
         let mut input = helper.stdin.take().expect("the stream is piped");
         let written = input.write_all(domain.as_bytes());
-        written.expect("it reads the domain");
+        written.expect("virt-aa-helper reads the domain");
         drop(input);
-        let status = helper.wait().expect("it ends");
+        let status = helper.wait().expect("virt-aa-helper ends");
         assert!(status.success(), "virt-aa-helper: {status}");
         let file = format!("/etc/apparmor.d/libvirt/{name}");
         let profile = Self { name, file };

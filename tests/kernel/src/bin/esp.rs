@@ -1,5 +1,5 @@
-//! With ESP in transport mode, each SA counts its packets. A host with policies sends and accepts
-//! no packet without an SA.
+//! With ESP in transport mode, each SA counts its packets.
+//! A host with policies sends and accepts no packet without an SA.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};

@@ -1,10 +1,10 @@
-//! Measures how much of the receiver's work for IPsec the busiest CPU does: with one SA, and with
-//! one SA for each CPU.
+//! Measures how much of the receiver's work for IPsec the busiest CPU does.
+//! The test compares one SA with one SA for each CPU.
 //!
-//! Receive packet steering (RPS) distributes packets by the SPI. The busy time of a CPU is the time in
-//! which it was not idle, by the guest's own clock, which advances by one nanosecond per instruction.
-//! The lanes send one after the other, because the CPUs of a machine with counted instructions run in
-//! turn, and a CPU that waits for its turn is counted as busy.
+//! Receive packet steering (RPS) distributes packets by the SPI. The busy time of a CPU is the time
+//! in which it was not idle. The guest's own clock measures this time, and advances by one
+//! nanosecond per instruction. The lanes send one after the other: the CPUs of a machine with
+//! counted instructions run in turn, and a CPU that waits for its turn counts as busy.
 
 use std::fs;
 use std::process::ExitCode;
@@ -153,8 +153,8 @@ struct Clocks {
     uptime: Duration,
     /// The idle time (proc_stat(5)), in steps of 10 ms.
     idle: Vec<Duration>,
-    /// The received packets, including those that ESP passes to the stack again after decryption (the
-    /// first column of /proc/net/softnet_stat).
+    /// The received packets, including those that ESP passes to the stack again after decryption
+    /// (the first column of /proc/net/softnet_stat).
     packets: Vec<u64>,
 }
 

@@ -281,13 +281,13 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     }
 }
 
-/// One process is stopped before one of its changes while the session starts. The other process
+/// While the session starts, one process stops before one of its changes, and the other process
 /// times out. While policies of the session are installed, they block the ports. The clean-up then
 /// removes everything that belongs to the session.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
-    // The process that is stopped is stopped before its change `step`. The server makes changes 0 to
-    // 3, answers *terms*, and makes changes 4 to 7; the client waits for the last of them. Before
-    // each of these changes, the other process therefore waits for the process that is stopped.
+    // One process is stopped before its change `step`. The server makes changes 0 to 3, answers
+    // *terms*, and makes changes 4 to 7. The client waits until the server has made the last
+    // change. At each of these changes, the other process therefore waits for the stopped process.
     let steps = if guest.is_soak() { 0..8 } else { 4..5 };
     for (stops, step) in ["a", "b"]
         .into_iter()

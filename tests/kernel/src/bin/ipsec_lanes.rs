@@ -1,6 +1,6 @@
 //! Each lane over IPsec uses the SA of its CPU or of its connection.
-//! If a lane uses another SA, it is moved back. A lane from a port that no session protects is
-//! rejected.
+//! If a lane uses another SA, its thread moves it back. A lane from a port that no session protects
+//! is rejected.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -161,8 +161,8 @@ fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// If another thread sends on a lane from another CPU while the lane's route is looked up, the lane
-/// uses the SA of that CPU. It must be moved back to its own SA.
+/// A thread on another CPU sends on a lane while the kernel looks up the lane's route. The lane
+/// then uses the SA of that CPU, and its own thread must move it back.
 fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[1, 3]);
     let (lane, other) = (near.lane(), near.lane());

@@ -85,8 +85,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// A connection uses the SA of its CPU even after a lost SYN and after an interruption of the link,
-/// with the repair that decision 13 describes.
+/// After a lost SYN or an interruption of the link, a connection uses the SA of its CPU again if it
+/// is repaired as decision 13 describes.
 fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);

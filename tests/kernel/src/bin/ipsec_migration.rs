@@ -280,7 +280,7 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
             received.expect("a message arrives");
             asked.send(()).expect("the test waits");
             while peer.receive().is_some() {}
-            // The connection of the keying session is closed when the migration ends.
+            // The source closes the connection of the keying session when the migration ends.
             while session
                 .receive_exact(&mut first, Instant::now() + LIMIT)
                 .is_ok()
@@ -313,8 +313,8 @@ struct How<'a> {
     options: Options,
     mode: Mode,
     cpus: &'a [u32],
-    /// Whether one of four lanes is killed during the migration. If so, keys are renewed before and
-    /// after that.
+    /// Whether one of four lanes is killed during the migration. If so, the test renews the keys
+    /// before and after the lane is killed.
     strikes: bool,
 }
 

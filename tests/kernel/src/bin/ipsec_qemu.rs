@@ -36,8 +36,8 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x5a,
 };
-/// A bandwidth in bytes per second. It is so low that the migration lasts until its keys have been
-/// renewed.
+/// A bandwidth in bytes per second. It is so low that the migration lasts until the keys of its SAs
+/// have been renewed.
 const SLOW: u64 = 1 << 20;
 
 fn main() -> ExitCode {

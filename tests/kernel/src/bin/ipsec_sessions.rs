@@ -229,8 +229,8 @@ fn esp_in_udp_works_over_ipv6(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A policy of another program conflicts with the session, and so does another session of this
-/// host. Both stay unchanged.
+/// A policy of another program conflicts with a new session, and so does an earlier session of this
+/// host. The policy and the earlier session stay unchanged.
 fn conflicting_policies_are_reported(guest: &Guest) {
     let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
     let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
@@ -485,7 +485,7 @@ fn ends_with_code(said: &str, code: &str) -> bool {
     said.trim_end().ends_with(&format!(" [{code}]"))
 }
 
-/// Returns the number of packets that policies have prevented host a from sending.
+/// Returns the number of outgoing packets of host a that policies have blocked.
 fn blocked(guest: &Guest) -> u64 {
     let counters = guest.output("ip", &netns("a", &["cat", "/proc/net/xfrm_stat"]));
     let mut lines = counters.lines();

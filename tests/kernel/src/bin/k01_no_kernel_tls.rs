@@ -95,8 +95,8 @@ fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     unprivileged("Ok(())");
 }
 
-/// Lanes are sealed by the process. The hand-off command fails after a complete handshake, and
-/// prints one line with advice.
+/// The process itself seals the records of lanes. The hand-off command fails after a complete
+/// handshake, and prints one line with advice.
 fn lanes_fall_back_and_the_hand_off_fails(guest: &Guest) {
     for suite in CipherSuite::ALL {
         assert_eq!(choose(Offload::Kernel, suite).err(), Some(Refused::Absent));

@@ -83,7 +83,7 @@ fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
 }
 
 fn lanes_choose_the_process(refused: Direction, suite: CipherSuite) {
-    let error = choose(Offload::Kernel, suite).expect_err("the process may not seal");
+    let error = choose(Offload::Kernel, suite).expect_err("the kernel refuses one key");
     match &error {
         Refused::Direction { direction, .. } => assert_eq!(*direction, refused, "{error}"),
         _ => panic!("no direction in {error:?}"),

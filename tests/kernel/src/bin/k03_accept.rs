@@ -1,5 +1,5 @@
-//! `dunlin handoff accept` hands over the connections for its own server name. It forwards all
-//! other connections to a stunnel, if it has one.
+//! `dunlin handoff accept` hands over the connections for its own server name.
+//! It forwards all other connections to a stunnel, if it has one.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -174,7 +174,8 @@ fn the_kernel_has_the_keys_of_both_directions(guest: &Guest, port: u16, consumer
 }
 
 /// Data of a client is in the socket before the kernel has the keys. The test causes this with a
-/// consumer that accepts late, because the keys are installed only when it accepts.
+/// consumer that accepts late, because the command installs the keys only when the consumer
+/// accepts.
 fn data_that_arrived_before_the_keys_is_read(
     guest: &Guest,
     port: u16,
@@ -283,8 +284,8 @@ fn a_consumer_that_reads_nothing_holds_a_limited_number_of_sockets(
     receives(&mut next, &take(late).0);
 }
 
-/// Besides the client under test, 130 clients send nothing or only a part of a ClientHello, and the
-/// consumer of another client does not accept.
+/// Of the other clients, 130 send nothing or only a part of a ClientHello, and one has a consumer
+/// that does not accept connections. The client under test is served nevertheless.
 fn slow_clients_and_slow_consumers_delay_no_other(
     accept: &Accept,
     slow: &Path,

@@ -1,5 +1,5 @@
-//! Each send makes records of its own, unless MSG_MORE is set. A close discards data that MSG_MORE
-//! held back.
+//! Each send makes records of its own, unless MSG_MORE is set.
+//! A close discards data that MSG_MORE held back.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::Shutdown;

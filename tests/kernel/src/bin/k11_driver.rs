@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 
 fn a_missing_cipher_differs_from_a_kernel_without_tls() {
     let suite = CipherSuite::Aes256Gcm;
-    let refused = choose(Offload::Kernel, suite).expect_err("the process may not seal");
+    let refused = choose(Offload::Kernel, suite).expect_err("the kernel lacks the cipher");
     assert!(matches!(refused, Refused::Cipher { .. }), "{refused:?}");
     let auto = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!auto.is_kernel);

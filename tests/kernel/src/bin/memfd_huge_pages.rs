@@ -1,5 +1,5 @@
-//! Memory of a memfd gets transparent huge pages if they are advised and the kernel's setting for
-//! shared memory follows the advice.
+//! Memory of a memfd gets transparent huge pages if the process advises them with madvise(2).
+//! In addition, the kernel's setting for shared memory must follow the advice.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;

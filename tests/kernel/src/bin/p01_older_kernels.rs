@@ -1,5 +1,6 @@
 //! A kernel without per-CPU SAs ignores the CPU number silently.
-//! Dunlin detects this when it reads the SA back. The kernel's version does not show it.
+//! Dunlin detects this when it reads the SA back. A kernel's version does not show whether the
+//! kernel has per-CPU SAs.
 
 use std::net::IpAddr;
 use std::process::ExitCode;

@@ -114,8 +114,8 @@ fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
 }
 
 /// For one selector and direction, the kernel keeps a single policy, regardless of its priority.
-/// That policy can be replaced by another. `remove_policy` removes it only if its contents are
-/// exactly those of the request.
+/// That policy can be replaced by another. `remove_policy` removes a policy only if it is exactly
+/// the requested policy.
 fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
     let (_, protect) = policies(&selector, a, b, REQID)[0];

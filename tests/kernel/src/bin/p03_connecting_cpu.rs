@@ -132,7 +132,7 @@ fn a_lost_syn(scene: &Scene) {
         strayed += usize::from(sent_by != [Some(2)]);
         move_to(scene, &lane, 2);
         assert_eq!(scene.there(|| lane.send(2, BYTES)), [Some(2)], "repaired");
-        // Instead of repairing the connection, a program may also open another one.
+        // A program can also open another connection instead of repairing this one.
         let other = scene.lane(2);
         let by = scene.there(|| other.send(2, BYTES));
         assert_eq!(by, [Some(2)], "connected again");
@@ -178,8 +178,8 @@ fn a_cut(guest: &Guest, scene: &Scene) {
             .map(|(lane, cpu)| scope.spawn(move || lane.send(cpu, BYTES)))
             .collect();
         let (begun, until) = (Instant::now(), Instant::now() + LIMIT);
-        // Wait for 16 packets, as many as the four lanes send if each sends one packet and
-        // retransmits it three times.
+        // Wait for 16 packets: each of the four lanes sends one packet and retransmits it three
+        // times.
         while sums(&there.packets(&hosts.a, &hosts.b)) < sums(&before) + 16
             || begun.elapsed() < Duration::from_secs(3)
         {

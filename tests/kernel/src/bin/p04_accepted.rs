@@ -50,9 +50,9 @@ fn moved(scene: &Scene) -> Vec<Lane> {
     lanes
 }
 
-/// The other end sends continuously from CPU 3. Acknowledgements leave from the CPU that receives
-/// the other end's packets. If such an acknowledgement triggers the lookup of the SA before the
-/// data does, the move is repeated.
+/// The near end sends continuously from CPU 3, while the test moves the far end to other SAs. The
+/// far end's acknowledgements leave from the CPU that receives the near end's packets. If an
+/// acknowledgement triggers the lookup of the SA before the data does, the test repeats the move.
 fn moved_under_load(scene: &Scene) {
     const ROUNDS: u32 = 12;
     let lane = scene.lane(3);

@@ -1,5 +1,6 @@
-//! A connection that uses the fallback SA keeps it when an SA for its CPU is added. The fallback
-//! must be added first. Otherwise it can take precedence over the other SAs when the table grows.
+//! A connection that uses the fallback SA keeps it when an SA for its CPU is added.
+//! The fallback must be added first. Otherwise it can take precedence over the other SAs when the
+//! table grows.
 
 use std::process::ExitCode;
 use std::thread;
@@ -58,9 +59,9 @@ fn late(guest: &Guest) {
     assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
 }
 
-/// The kernel finds SAs in a hash table, which grows with the number of SAs. Checks that lanes from
-/// every CPU keep using the SAs of their CPUs while the table grows, if the fallback was added
-/// first. Otherwise only prints the SAs that they use.
+/// The kernel finds SAs in a hash table, which grows with the number of SAs. If the fallback was
+/// added first, checks that lanes from every CPU keep using the SAs of their CPUs while the table
+/// grows. Otherwise only prints the SAs that the lanes use.
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);

@@ -1,5 +1,6 @@
-//! While a stream's policies exist, none of its packets leaves in the clear, whatever SAs and other
-//! policies are added or removed. The packets use another SA or wait.
+//! While a stream's policies exist, none of its packets leaves in the clear.
+//! This holds whatever SAs and other policies are added or removed. The packets use another SA or
+//! wait.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

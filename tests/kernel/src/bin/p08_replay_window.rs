@@ -1,6 +1,6 @@
 //! A packet that arrives after later packets is accepted once if it is within the replay window.
 //! If the packet is older than the window, the receiver assigns it to the next 2^32 sequence
-//! numbers, and it fails authentication.
+//! numbers, and the packet fails authentication.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;

@@ -40,8 +40,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Asserts that every written page is reported. A page that was not written may be reported only if
-/// it is in the same transparent huge page as a written page.
+/// Asserts that every written page is reported. Of the other pages, only those in the same
+/// transparent huge page as a written page can be reported.
 fn reports_what_was_written(
     memory: &TrackedMemory,
     watch: &WriteWatch,

@@ -293,10 +293,10 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
     );
 }
 
-/// Runs `dunlin libvirt enable --sockets` on the same host. For a VM that leaves, `dunlin tunnel open`
-/// creates a socket, as in `dunlin libvirt migrate`, and QEMU's user connects to it. For a VM that
-/// arrives, QEMU's user creates a socket, and the tunnel connects to it. The directory of these
-/// sockets also exists after a boot. `disable` removes everything that `enable` has written.
+/// Runs `dunlin libvirt enable --sockets` on the same host. For a VM that leaves, `dunlin tunnel
+/// open` creates a socket, as in `dunlin libvirt migrate`, and QEMU's user connects to it. For a VM
+/// that arrives, QEMU's user creates a socket, and the tunnel connects to it. The directory of
+/// these sockets also exists after a boot. `disable` removes everything that `enable` has written.
 fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     const DIRECTORY: &str = "/run/dunlin/vm";
     let before = files(guest);
@@ -329,8 +329,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
         );
     };
     is_right();
-    // Act like a boot: /run is empty, and systemd-tmpfiles runs before the service, with the files of
-    // all packages.
+    // Act like a boot: /run is empty, and systemd-tmpfiles runs before the service, with the files
+    // of all packages.
     manager.systemctl(&["stop", tunnel]);
     fs::remove_dir_all("/run/dunlin").expect("it exists");
     let boot = ["--create", "--remove", "--boot", "--prefix=/run/dunlin"];
@@ -345,8 +345,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     let open = ["tunnel", "open", "libvirt-b.test", "--param", "vm=web.ram"];
     let config = ["--config", "/etc/dunlin/tunnel.toml", "--listen", &listen];
     let _ = manager.run("dunlin", &[&open[..], &config].concat());
-    // libvirtd can connect to every socket. If QEMU itself connects, as for disks and with --parallel,
-    // libvirtd makes QEMU's user the owner of the socket.
+    // libvirtd can connect to every socket. If QEMU itself connects, as for disks and with
+    // --parallel, libvirtd makes QEMU's user the owner of the socket.
     std::os::unix::fs::chown(&leaving, Some(HYPERVISOR), None).expect("it exists");
     as_hypervisor(|| {
         carries(&leaving, || {
@@ -374,7 +374,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
     assert_eq!(files(guest), before);
 }
 
-/// Runs `work` in a new thread, which accesses files with the permissions of QEMU's user (setfsuid(2)).
+/// Runs `work` in a new thread, which accesses files with the permissions of QEMU's user
+/// (setfsuid(2)).
 fn as_hypervisor<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let limited = || {
         let _ = setfsgid(Gid::from_raw(HYPERVISOR));

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Each lane may carry only a few records, so lanes are replaced.
+/// The record limit of a lane is low, so the source replaces lanes.
 fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2]) {
     let tls = tls(pairing);
     let receiving = Receiving::start(&tls.1, &unhurried(), TestBuilder::default());

@@ -58,8 +58,8 @@ fn bytes_pass_in_both_directions_while_lanes_are_replaced(guest: &Guest, offload
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = guest.counter("/proc/net/tls_stat", "TlsTxSw") - before;
-    // All connections except that of the control lane are lanes. In each direction, the last lane is
-    // possibly not established yet.
+    // All connections except that of the control lane are lanes. In each direction, the last lane
+    // is possibly not established yet.
     assert!(sealed >= kernels * (relay.count() as u64 - 3), "{sealed}");
     assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
 }

@@ -259,10 +259,10 @@ pub fn on_cpu<T: Send>(cpu: u32, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// The parameters of an SA from one host to another, from which both hosts' SAs are made.
+/// The parameters of an SA for packets from one host to another. Both hosts' SAs are made of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Sa {
-    /// The SPI, which is at least 0x100. The key is derived from it and from the sending host.
+    /// The SPI, which is at least 0x100. The key is derived from the SPI and the sending host.
     pub spi: u32,
     /// The sender's CPU, or `None` for all CPUs.
     pub cpu: Option<u32>,

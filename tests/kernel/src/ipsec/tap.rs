@@ -72,8 +72,7 @@ impl Tap {
 }
 
 impl Left {
-    /// Returns whether no frame was lost, and no frame with one of these ports was sent in the
-    /// clear.
+    /// Returns true if all frames were counted, and none with one of these ports was in the clear.
     #[must_use]
     pub fn is_sealed(&self, ports: &RangeInclusive<u16>) -> bool {
         let leak = |(from, to): &(u16, u16)| ports.contains(from) || ports.contains(to);

@@ -152,7 +152,7 @@ pub(super) fn take_read(world: &mut World, lane: usize) {
         FromSource::Cancel => {
             event(world, DestinationEvent::PeerCancelled);
             // After *cancel* the source does not inquire, so the engine removes the session's
-            // record once its other actions are done.
+            // record after all other pending actions.
             if let Some(process) = &mut world.destination.process
                 && process.state == Destination::Aborting
             {

@@ -135,8 +135,8 @@ impl Drop for Capture {
     }
 }
 
-/// Copies packets to the file. Once `ending` is set, searches them for the last datagram and
-/// reports on `ended` when it is found.
+/// Copies packets to the file. After `ending` is set, searches the packets for the last datagram,
+/// and reports on `ended` when it has found the datagram.
 fn write(
     mut from: ChildStdout,
     mut to: File,

@@ -280,9 +280,9 @@ impl Link {
                 "nodad",
             ])?;
             if self.delay.is_none() {
-                // Use static neighbour entries. Otherwise, on a link that drops all packets, the
-                // lookup of the neighbour would fail, and the sender would get an error that it
-                // would not get on a path with routers.
+                // Use static neighbour entries. Without them, the lookup of the neighbour would
+                // fail on a link that drops all packets. The sender would then get an error, which
+                // it does not get on a path with routers.
                 let other = &self.ends[1 - index];
                 for address in [IpAddr::from(other.v4), IpAddr::from(other.v6)] {
                     ip(&[

@@ -55,7 +55,8 @@ pub struct Running {
     child: Child,
     command: String,
     started: Instant,
-    /// What the program printed, once it has closed its standard output.
+    /// Receives all output of the program, after the program has closed its standard output and
+    /// standard error.
     output: Receiver<Vec<u8>>,
 }
 
@@ -135,7 +136,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// The host's name, as the other host resolves it.
+    /// The host's name. Both hosts of a pair resolve it to an address of this host.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -271,7 +272,7 @@ impl Daemon {
         Err(LibvirtError::Host(self.name.clone(), self.journal()))
     }
 
-    /// libvirtd's log, and what it printed.
+    /// What libvirtd printed, and its log file.
     #[must_use]
     pub fn journal(&self) -> String {
         ["var/log/libvirt/output", "var/log/libvirt/libvirtd.log"]
@@ -316,7 +317,7 @@ impl Running {
     /// Waits for the program's end, at most until `limit` after its start.
     ///
     /// # Errors
-    /// The program has not ended, and is killed.
+    /// The program has not ended in time. This function then kills it.
     pub fn wait(mut self, limit: Duration) -> Result<Ended, LibvirtError> {
         let left = limit.saturating_sub(self.started.elapsed());
         let Ok(said) = self.output.recv_timeout(left) else {

@@ -147,8 +147,8 @@ impl Pair {
             b: start(b, Side::B, of_b)?,
             link,
         };
-        // libvirtd examines QEMU before it first uses QEMU, which takes seconds. Make it do that
-        // here, so that migrations take as long as on hosts in use.
+        // libvirtd examines QEMU before it first uses QEMU. The examination takes seconds. Let
+        // libvirtd do it here, so that migrations take as long as on hosts in use.
         let examined = [&pair.a, &pair.b].map(|on| on.virsh_begin("domcapabilities"));
         for one in examined {
             one?.wait(TIMEOUT)?;

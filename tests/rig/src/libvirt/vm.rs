@@ -49,8 +49,9 @@ impl Vm {
         pattern(self.disk.unwrap_or(0), self.workload.seed)
     }
 
-    /// Words that are in the guest's memory or on its disk and, but for chance, nowhere else: one
-    /// from each page that does not start as zeros, and one from each 4 KiB block of the disk.
+    /// Words that identify the guest's memory and disk. Elsewhere they occur only by chance. One
+    /// word is from each page with a non-zero initial content, and one from each 4 KiB block of the
+    /// disk.
     #[must_use]
     pub fn words(&self) -> HashSet<u64> {
         let mut words = self.workload.words();

@@ -18,7 +18,7 @@ impl Thread {
     pub fn this() -> io::Result<Self> {
         extern "C" fn nothing(_: libc::c_int) {}
         let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: all zeros are a sigaction: an empty mask, no flags, and the default for a
+        // SAFETY: all zeros are a valid sigaction: an empty mask, no flags, and the default
         // handler.
         let action = unsafe { action.assume_init_mut() };
         // Without SA_RESTART the interrupted call returns.

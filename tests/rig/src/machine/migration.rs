@@ -19,8 +19,8 @@ pub struct Migration {
     /// The number of multifd connections. With `None`, all memory is sent over the main
     /// connection.
     pub multifd: Option<u8>,
-    /// The folder with the certificates of both sides ([`super::Credentials`]), and the
-    /// destination's name that the source verifies.
+    /// The folder with the certificates of both sides ([`super::Credentials`]), and the name that
+    /// the source requires in the destination's certificate.
     pub tls: Option<(PathBuf, String)>,
     /// The bandwidth limit in bytes per second; `None` for no limit.
     pub bandwidth: Option<u64>,
@@ -101,8 +101,8 @@ pub struct Migrated {
 /// which is also paused, for a comparison.
 ///
 /// # Errors
-/// The migration did not complete; the source continues to run unless [`MachineError::Migration`]
-/// names the destination.
+/// The migration did not complete. If [`MachineError::Migration`] names the destination, the guest
+/// stays paused at the source. After any other error, the guest continues to run at the source.
 pub fn migrate(
     source: &mut Machine,
     destination: &mut Machine,

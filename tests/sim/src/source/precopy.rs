@@ -179,7 +179,8 @@ impl World<'_> {
         self.wake_lanes();
     }
 
-    /// Sends *final* once everything else is sent. Sends it again if a lane is fenced afterwards.
+    /// Sends *final* when everything else has been sent. Sends it again if a lane is fenced
+    /// afterwards.
     pub(super) fn may_be_final(&mut self) {
         let Some(attempt) = &mut self.source.attempt else {
             return;

@@ -94,7 +94,7 @@ impl Socket {
 /// A channel as seen from outside the tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
-    /// The channel's number on the wire, once it has one.
+    /// The channel's number on the wire; `None` until the channel has a number.
     pub(super) number: Option<u32>,
     /// The connection of each side.
     pub(super) sockets: [Socket; 2],

@@ -38,9 +38,9 @@ impl World<'_> {
         }
     }
 
-    /// Called just before a channel's far side is connected. All bytes that were sent on earlier
-    /// channels before this channel was accepted must have arrived, or as many of them as the
-    /// consumer accepts.
+    /// Called just before a channel's far side is connected. Each earlier channel must have
+    /// delivered all bytes that were sent on it before this channel was accepted. If the earlier
+    /// channel's consumer accepts no more bytes, fewer are enough.
     pub(super) fn check_order(&mut self, index: usize) {
         let near = self.plan.channels[index].opener;
         for (earlier, said) in self.channels[index].before.clone() {
@@ -99,8 +99,8 @@ impl World<'_> {
         }
     }
 
-    /// Called at the deadline for a reset. The side must have been informed of the reset by then,
-    /// unless the control lane has been lost since the reset.
+    /// Called at the deadline for a reset. If the control lane has not been lost since the reset,
+    /// the tunnel must have reset the connection on this side by now.
     pub(super) fn must_be_over(&mut self, index: usize, side: usize, epoch: u32) {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();

@@ -37,7 +37,7 @@ use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 /// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// A function that is called before each step of the VM that can fail, with the step's name.
+/// A function that is called before each fallible step of the VM, with the step's name.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 /// A function that is called with each VM that a [`TestBuilder`] has built.
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
@@ -533,7 +533,8 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Starts one session for each builder. The first offer gets the first builder's session, the second offer the second's, and so on.
+    /// Starts one session for each builder. The first offer gets the session of the first builder,
+    /// the second offer that of the second builder, and so on.
     pub fn start(
         server: &ServerTls,
         options: &destination::Options,
@@ -567,7 +568,7 @@ pub fn client_of(authority: &Authority, name: &str) -> ClientTls {
         .unwrap()
 }
 
-/// A client and a server with certificates from `authority`, which also trust `other`.
+/// A client and a server with certificates from `authority`. Both also trust `other`.
 pub fn trusting(authority: &Authority, other: &Authority) -> (ClientTls, ServerTls) {
     let crypto = Crypto::with(Provider::built_in()[0]);
     let host = |name| load(&authority.host_trusting(&[name], &[other]));
@@ -592,7 +593,7 @@ pub fn impatient() -> destination::Options {
         .unwrap()
 }
 
-/// Options of a source with `lanes` lanes, which compares digests at the end.
+/// Options of a source that has `lanes` lanes and compares digests at the end.
 pub fn verified(lanes: u16) -> source::Options {
     source::Options::builder()
         .lanes(lanes)

@@ -306,7 +306,7 @@ struct Relay<'a> {
     there: Flow,
     back: Flow,
     records: Records,
-    /// The position of the planned fault, once it can be determined.
+    /// The position of the planned fault; `None` while the scanned records do not determine it.
     strike: Option<(u64, Fault)>,
     struck: Option<Fault>,
 }
@@ -535,8 +535,8 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. If the error
-/// ended the relay, the other side would see its connection close.
+/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. Otherwise the
+/// error would end the relay, and the relay would close the other side's connection.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),

@@ -486,8 +486,8 @@ pub fn attempt(
             .cancel(&cancel)
             .run();
         if here.is_err() {
-            // The source may have failed before it reached the destination, which then waits until
-            // it is cancelled.
+            // If the source failed before it reached the destination, the destination waits until
+            // this cancellation.
             give_up.cancel();
         }
         (here, there.join().unwrap())

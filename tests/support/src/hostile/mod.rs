@@ -124,7 +124,8 @@ impl Before {
     }
 }
 
-/// Migrates a new VM between honest peers. It runs at the destination behind `listener` afterwards.
+/// Migrates a new VM between honest peers. Afterwards the VM runs at the destination behind
+/// `listener`.
 pub fn good_migration(listener: TcpListener, tls: (&ClientTls, &ServerTls)) {
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);
@@ -424,7 +425,7 @@ pub fn refused_by_source(
         before.settled(row);
         good_migration_of(&vm, listener, (&client, &server));
     } else {
-        // The VM may run at the destination, so it stays paused here.
+        // The VM possibly runs at the destination, so it stays paused at the source.
         assert_eq!(*vm.state.lock().unwrap(), RunState::Paused, "{row}");
         before.settled(row);
         good_migration(listener, (&client, &server));

@@ -6,8 +6,8 @@
 //! 66000000 0100…                 its bytes in hexadecimal, 32 per line
 //! ```
 //! A replay sends the bytes of one side. It replaces what this side cannot choose: TLS itself, the
-//! proof of a lane (it depends on the secret that the other side issues), and the session's
-//! identifier if the other side chooses it.
+//! proof of a lane, and the session's identifier if the other side chooses the identifier. The
+//! proof depends on the secret that the other side issues.
 
 pub mod player;
 pub mod relay;

@@ -1,9 +1,9 @@
 //! Replays one side of a recorded session.
 //!
 //! The player sends a recorded message as soon as the other side has sent everything that precedes
-//! it in the recording, that is, on each lane at least as many messages of each kind.
-//! Acknowledgements, pings and pongs are not counted, because their number may differ. Unknown
-//! messages are not counted either.
+//! the message in the recording. The player compares counts: on each lane, the other side must have
+//! sent at least as many messages of each kind. Acknowledgements, pings and pongs are not counted,
+//! because their number may differ. Unknown messages are not counted either.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};

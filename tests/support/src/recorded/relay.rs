@@ -17,7 +17,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Starts a relay to `to`, which runs until the test's process ends.
+    /// Starts a relay to `to`. The relay runs until the test's process ends.
     pub fn start(to: SocketAddr, as_destination: ServerTls, as_source: ClientTls) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
