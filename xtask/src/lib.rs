@@ -64,8 +64,8 @@ enum Chore {
 }
 
 /// Returns cargo with the environment of this program's caller. `cargo run` sets variables about
-/// its own package. If a build script reads these variables, as ring's does, cargo would treat them as
-/// changed, and would rebuild every crate that depends on that script's crate.
+/// the package that it runs, xtask. If a build script reads these variables, as ring's does, cargo
+/// would treat them as changed, and would rebuild every crate that depends on that script's crate.
 fn cargo() -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in env::vars_os() {

@@ -657,10 +657,10 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 
 /// Fails if files of a crate use each other in a cycle.
 ///
-/// Every path is a use of a file: an import, a path in code, a path in the arguments of a macro or an
-/// attribute. It is a use of the file that defines the item, even if another file re-exports the
-/// item. A module and its submodules are no exception: a module that uses an item of a
-/// submodule, which uses an item of the module, forms a cycle.
+/// Every path is a use of a file: an import, a path in code, a path in the arguments of a macro or
+/// an attribute. It is a use of the file that defines the item, even if another file re-exports the
+/// item. A module and its submodules are no exception: if a module uses an item of a submodule, and
+/// the submodule uses an item of the module, they form a cycle.
 ///
 /// A second pass includes re-exports. In this pass a cycle is allowed if it consists of a module
 /// and modules directly below it. The first pass has shown that the module uses none of their
@@ -669,8 +669,8 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 /// A call of a method on `self` counts as a use of the file that defines the method, which need not
 /// be the file of the type.
 ///
-/// This test detects neither calls of methods on other values, because syn does not resolve types,
-/// nor uses of `macro_rules!` macros without a path.
+/// This test does not detect calls of methods on other values, because syn does not resolve types.
+/// It also does not detect uses of `macro_rules!` macros without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
     // Check that an import by an absolute path is found.
@@ -783,8 +783,8 @@ fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     false
 }
 
-/// Test programs, examples and build scripts are crates of their own and need no `forbid` attribute,
-/// so this test searches them too.
+/// Test programs, examples and build scripts are crates of their own and need no `forbid`
+/// attribute, so this test searches them too.
 #[test]
 fn unsafe_is_where_it_is_allowed() {
     let mut unused: BTreeSet<_> = WITH_UNSAFE.into_iter().collect();

@@ -14,12 +14,13 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Args;
 
-/// The numbers of hostile clients of each kind: clients that ask for metrics, that send random bytes,
-/// that send a wrong `Host`, and that do not read the answer.
+/// The numbers of hostile clients of each kind: clients that ask for metrics, that send random
+/// bytes, that send a wrong `Host`, and that do not read the answer.
 const HOSTILE: [usize; 4] = [8, 4, 4, 20];
 /// The time limit for connecting, and for each read and write.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a client that does not read keeps its connection open. `serve-status` closes it earlier.
+/// How long a client that does not read keeps its connection open. `serve-status` closes it
+/// earlier.
 const STAY: Duration = Duration::from_secs(15);
 /// The pause after a failed connection.
 const RETRY: Duration = Duration::from_millis(1);
@@ -27,8 +28,8 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Arguments of the process with the clients.
 #[derive(Args, Debug)]
 pub struct ClientsOptions {
-    /// Runs many clients that ask without pauses, do not read, or send what is not a request. Without
-    /// this flag, one client reads metrics and JSON once a second.
+    /// Runs many clients that ask without pauses, do not read, or send what is not a request.
+    /// Without this flag, one client reads metrics and JSON once a second.
     #[arg(long)]
     hostile: bool,
     /// The address of `dunlin serve-status`.
@@ -134,7 +135,8 @@ fn status(path: &Path) -> io::Result<u64> {
     io::copy(&mut stream, &mut io::sink())
 }
 
-/// The process with the clients. Dropping it kills the process; it also ends with its parent.
+/// The process with the clients. Dropping it kills the process. The process also ends with its
+/// parent.
 pub(super) struct Clients {
     child: Child,
     output: BufReader<ChildStdout>,
@@ -149,7 +151,8 @@ impl Clients {
             own.as_path()
         });
         if hostile {
-            // Schedule hostile clients as idle: on another host, they would take no CPU time from this one.
+            // Schedule hostile clients as idle: on another host, they would take no CPU time from
+            // this one.
             command.args(["--idle", "0"]).arg(&own);
         }
         command.args(["bench", "clients", &to.to_string()]);

@@ -1,10 +1,11 @@
 //! `cargo xtask bench evacuate`: all guests of a host leave it, through Dunlin's lanes and through
 //! pairs of stunnels.
 //!
-//! Each guest has a process `dunlin vm run` of its own. One process `dunlin vm receive` receives all
-//! of them. With stunnel, each migration has a pair of stunnel processes, and carries its memory in
-//! one connection without security of its own. Engine, guests and destination are the same in all
-//! variants. Only the transport differs, and whether the guests leave all at once or in turn.
+//! Each guest has a process `dunlin vm run` of its own. One process `dunlin vm receive` receives
+//! all of them. With stunnel, each migration has a pair of stunnel processes, and carries its
+//! memory in one connection without security of its own. Engine, guests and destination are the
+//! same in all variants. Only the transport differs, and whether the guests leave all at once or in
+//! turn.
 
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
@@ -58,7 +59,7 @@ pub struct EvacuateOptions {
     /// MiB/s that a thrashing guest writes, to half of its memory.
     #[arg(long, value_name = "MIB", default_value_t = 32)]
     thrashing: u32,
-    /// Lanes of each guest's migration. Through stunnel it has one.
+    /// Lanes of each guest's migration. A migration through stunnel has one.
     #[arg(long, value_name = "N", default_value_t = 2)]
     lanes: u16,
     /// Limit on the rate at which all guests together arrive, in MiB/s.
@@ -239,8 +240,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Adds a line for one variant to `results`. `stunnel` is the total time of the corresponding variant
-    /// with stunnel in the same round.
+    /// Adds a line for one variant to `results`. `stunnel` is the total time of the corresponding
+    /// variant with stunnel in the same round.
     fn add(
         &self,
         kind: Kind,

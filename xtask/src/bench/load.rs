@@ -11,7 +11,7 @@ use super::pair::Pair;
 
 /// The number of bytes of one write and one read.
 const PART_BYTES: usize = 256 << 10;
-/// The time without an accepted byte after which a stalled channel counts as full.
+/// If a stalled channel accepts no byte for this time, it counts as full.
 const FULL: Duration = Duration::from_millis(300);
 
 /// The rate and the cost of a bulk transfer.
@@ -35,8 +35,8 @@ fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Str
     Ok(open)
 }
 
-/// Sends `bytes` over each of `streams` channels simultaneously, and measures from the first byte
-/// to the last end of stream.
+/// Sends `bytes` bytes in total, in equal parts over `streams` channels simultaneously. Measures
+/// from the first byte to the last end of stream.
 pub(super) fn bulk(
     site: &Site,
     pair: &Pair,

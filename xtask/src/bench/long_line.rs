@@ -241,7 +241,7 @@ impl Held {
             text.split_whitespace()
                 .filter_map(|field| field.strip_prefix(name)?.split_once("ms"))
                 .filter_map(|(milliseconds, _)| milliseconds.parse::<f64>().ok())
-                // Without numbers, `sum` would return -0.
+                // `Iterator::sum` would return -0 if there are no numbers.
                 .fold(0.0, |sum, one| sum + one)
         };
         Self {

@@ -41,13 +41,13 @@ pub enum Bench {
     /// Measures migrations over a line with a long round trip, with two settings of the kernel's
     /// socket buffers. Needs root.
     LongLine(long_line::LongLineOptions),
-    /// Compares the evacuation of a host by Dunlin's lanes with one through pairs of stunnels, all guests
-    /// at once and one after the other.
+    /// Compares the evacuation of a host by Dunlin's lanes with one through pairs of stunnels, all
+    /// guests at once and one after the other.
     Evacuate(evacuate::EvacuateOptions),
-    /// Measures what `serve-status` and `top` cost beside `dunlin bench lanes`, and what hostile clients
-    /// of `serve-status` and of the status sockets cost.
+    /// Measures what `serve-status` and `top` cost beside `dunlin bench lanes`, and what hostile
+    /// clients of `serve-status` and of the status sockets cost.
     Status(status::StatusOptions),
-    /// Runs the clients of `bench status`, which starts it.
+    /// Runs the clients of `bench status`; `bench status` starts this command.
     #[command(hide = true)]
     Clients(clients::ClientsOptions),
     /// Runs one end of the floor or of the unencrypted pipeline; `bench tunnel` starts it.

@@ -71,8 +71,8 @@ impl Process {
         Ok(process)
     }
 
-    /// Starts stunnel with the identity in a folder, and writes its configuration with these services.
-    /// Returns before stunnel listens.
+    /// Starts stunnel with the identity in a folder, and writes its configuration with these
+    /// services. Returns before stunnel listens.
     pub(super) fn stunnel(identity: &Path, config: &Path, services: &str) -> Result<Self> {
         let file = |name: &str| identity.join(name).display().to_string();
         let text = format!(
@@ -97,8 +97,8 @@ impl Process {
         self.0.id()
     }
 
-    /// The process and all descendants that their parent's first thread has started. `sshd` serves
-    /// a connection in a child.
+    /// The process and its descendants. A child is found only if its parent's first thread has
+    /// started it. `sshd` serves a connection in a child.
     fn family(&self) -> Result<Vec<u32>> {
         let mut family = vec![self.id()];
         let mut next = 0;

@@ -56,8 +56,8 @@ pub(super) struct OpenSsh {
     pub(super) config: String,
 }
 
-/// Returns the installed OpenSSH, or, if it has no server, Debian's package. In the second case,
-/// writes into `folder` a script for each program, which runs the program.
+/// Returns the installed OpenSSH. If it has no server, returns Debian's package instead, and writes
+/// a script for each program into `folder`. Each script runs its program.
 pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     // The server is not in the path of every user, and starts only if it is called by its full
     // path.
@@ -99,9 +99,9 @@ pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
     })
 }
 
-/// A script that runs a program with the loader and the libraries of the folder in which its
-/// package is unpacked, as [`debian::program`] does. It is for programs that other programs start
-/// by their path.
+/// A script that runs a program with the loader and the libraries of the program's unpacked
+/// package, as [`debian::program`] does. The script is for programs that other programs start by
+/// their path.
 fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
     let quoted = |path: &Path| {
         let path = path.display().to_string();

@@ -1,9 +1,9 @@
-//! `cargo xtask bench status`: what the observers of Dunlin cost beside a benchmark of lanes, and what
-//! hostile clients of the observers cost.
+//! `cargo xtask bench status`: what the observers of Dunlin cost beside a benchmark of lanes, and
+//! what hostile clients of the observers cost.
 //!
 //! In all variants, two tunnels with one channel, and a VM that migrates, publish their status. The
-//! variants differ only in the programs that read it. In each round `dunlin bench lanes` runs once
-//! beside each variant.
+//! variants differ only in the programs that read this status. In each round `dunlin bench lanes`
+//! runs once beside each variant.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -83,7 +83,8 @@ pub(super) fn run(options: &StatusOptions) -> Result<()> {
     measured
 }
 
-/// The variants in the order of a round: each is the first one in every third round.
+/// The order of the variants in a round. It rotates, so each variant is the first one in every
+/// third round.
 fn order(round: usize) -> [Variant; 3] {
     let mut order = VARIANTS;
     order.rotate_left((round - 1) % VARIANTS.len());
@@ -127,8 +128,8 @@ struct Turn {
 /// GiB/s and CPU seconds per GiB, means of TLS and plain lanes.
 type Lanes = [f64; 2];
 
-/// CPU seconds of the observed processes and of the observers, and numbers of answers of `serve-status`
-/// and of status sockets.
+/// CPU seconds of the observed processes and of the observers, and numbers of answers of
+/// `serve-status` and of status sockets.
 type Used = [f64; 4];
 
 /// The figures of a turn. `none` is the turn of the same round without observers.
@@ -207,7 +208,8 @@ impl Observed {
             command.arg(site.path(control));
             command
         };
-        // The guest writes faster than `--rate` lets the migration send, so the migration does not end.
+        // The guest writes faster than `--rate` lets the migration send, so the migration does not
+        // end.
         let mut run = command("run", "control");
         run.args(["--name", "vm", "--guest", "process", "--memory", "256M"])
             .args(["--fill-size", "192M", "--working-set", "64M"])
@@ -344,8 +346,8 @@ fn top(site: &Site) -> Result<pair::Process> {
     top.env("TERM", "xterm-256color");
     top.stdin(end.try_clone()?).stdout(end.try_clone()?);
     let process = pair::Process(top.stderr(end).spawn().context("cannot start setsid")?);
-    // Close this process's copies of the other end, so that reading from the terminal fails after
-    // `dunlin top` has ended.
+    // Close this process's copies of the end that `dunlin top` uses, so that reading from the
+    // terminal fails after `dunlin top` has ended.
     drop(top);
     terminal
         .read_exact(&mut [0])

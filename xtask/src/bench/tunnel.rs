@@ -42,8 +42,8 @@ pub struct TunnelOptions {
     /// Skips the measurements with Cloud Hypervisor, which CLOUD_HYPERVISOR=PATH adds.
     #[arg(long)]
     without_cloud_hypervisor: bool,
-    /// QEMU's downtime limits, each measured in every round: QEMU switches over once it predicts
-    /// no more than this downtime.
+    /// QEMU's downtime limits, each measured in every round: QEMU switches over as soon as it
+    /// predicts no more than this downtime.
     #[arg(long, value_name = "MS", value_delimiter = ',', default_value = "300")]
     downtime_limit: Vec<u32>,
     /// If QEMU's guest still runs at the source after this many seconds, the migration is ended and
@@ -69,7 +69,7 @@ pub struct TunnelOptions {
 const STREAMS: [usize; 2] = [1, 4];
 /// The numbers of bytes in each direction of a round trip.
 const TRIPS: [usize; 2] = [1, 4096];
-/// The number of streams of a stalled turn, in addition to the stream that is not read.
+/// The number of streams that are measured beside a stalled channel.
 const BESIDE: usize = 4;
 /// The number of QEMU's multifd channels in addition to its main connection. With `None`, all
 /// memory is sent over the main connection.

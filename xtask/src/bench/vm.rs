@@ -13,8 +13,8 @@ use serde_json::Value;
 pub(super) const SOURCE: &str = "source.bench";
 pub(super) const DESTINATION: &str = "destination.bench";
 
-/// The program under measurement, and a folder with the identities `source` and `destination` of one
-/// authority.
+/// The program under measurement, and a folder with the identities `source` and `destination` of
+/// one authority.
 pub(super) struct Files {
     pub(super) dunlin: PathBuf,
     scratch: Scratch,

@@ -40,8 +40,8 @@ pub struct WholeOptions {
     output: Output,
 }
 
-/// The amount of memory written to and freed before each migration, as a multiple of the guest's
-/// memory, as in `dunlin bench whole`.
+/// Before each migration, the benchmark writes to and frees this many times the guest's memory, as
+/// `dunlin bench whole` does.
 const TOUCHED: u64 = 2;
 /// The part of the memory that stays zero in a guest that halts, in MiB.
 const LEFT_OUT_MIB: u32 = 32;
@@ -296,8 +296,8 @@ impl Rig {
             memory_mib,
             scratch: Scratch::try_new().context("cannot create a scratch folder")?,
         };
-        // Write the content that both hypervisors load into the guest's memory as an initial RAM
-        // disk.
+        // Write the content that QEMU and Cloud Hypervisor load into the guest's memory as an
+        // initial RAM disk.
         let bytes = u64::from(memory_mib - LEFT_OUT_MIB) << 20;
         let mut random = File::open("/dev/urandom").context("cannot open /dev/urandom")?;
         let mut content = File::create(rig.content()).context("cannot create the RAM disk")?;

@@ -1,6 +1,6 @@
 //! The guest's files: busybox, kernel modules, Debian packages, and the tests.
 //!
-//! Packages keep Debian's layout, `/rig` holds the runner and the tests, and busybox's commands
+//! Packages keep Debian's layout, and `/rig` holds the runner and the tests. Busybox's commands
 //! come last in the path, so a test that needs `iproute2` gets the `ip` of that package.
 
 use std::collections::BTreeSet;
@@ -96,8 +96,8 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
 /// Adds the command of an earlier commit as `dunlin-previous`. The command is linked with the
 /// host's C library, and the guest's packages may contain another version. The archive therefore
 /// contains the host's libraries, and a script runs the command through their loader (ld.so(8)).
-/// `stripped` receives a copy without debug information, which makes up two thirds of the file. The
-/// copy must exist until the archive is written.
+/// `stripped` receives a copy without debug information. The debug information is two thirds of the
+/// file. The copy must exist until the archive is written.
 fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Result<()> {
     const FOLDER: &str = "rig/previous";
     let printed = |command: &mut Command| -> Result<String> {
@@ -203,8 +203,8 @@ fn is_for_a_virtual_machine(path: &Path) -> bool {
         && !within("fs", &file_systems)
 }
 
-/// Unpacks all of the kernel's modules, with the indexes that modprobe needs to answer the
-/// kernel's module requests, as on an installed system. This is done once for each kernel.
+/// Unpacks all of the kernel's modules, once for each kernel. Creates the indexes with which
+/// modprobe answers the kernel's module requests, as on an installed system.
 fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
     let _turn = cache::lock("modules")?;
     let folder = cache::directory().join("modules");

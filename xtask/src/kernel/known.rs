@@ -21,8 +21,9 @@ pub fn record_passed(kernel: &Kernel) -> Result<()> {
 }
 
 /// Returns a kernel with which to compare `failed`, a kernel under which tests have failed. Returns
-/// `None` if tests have passed under `failed` before, or if it was requested by version. Otherwise
-/// returns the newest comparable kernel in the cache under which tests have passed, if there is one.
+/// `None` if tests have passed under `failed` before, or if `which` is a version. Otherwise returns
+/// the newest comparable kernel in the cache under which tests have passed. If there is none, the
+/// inner option is `None`.
 ///
 /// # Errors
 /// The cache cannot be read.

@@ -20,7 +20,7 @@ use super::verdict::{Record, Said};
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
 /// Time limit for the runner's next report. While a test runs, the test's own limit is added.
-/// Normally the guest enforces that limit.
+/// Normally the guest enforces the test's limit.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The factor by which the instruction-counting clock extends every limit, because a second of the
@@ -220,10 +220,10 @@ impl<'a> Machine<'a> {
             .args(["-accel", accelerator])
             .args(clock)
             .args(["-cpu", "max", "-m", "1536"])
-            // On a busy host, calibration against the PIT, which keeps counting while the CPU is
-            // stalled, may yield a third of the TSC's true rate. The guest's clock, and with it
-            // every limit, would then run three times too fast. Without a PIT the kernel calibrates
-            // against the HPET, which is not affected.
+            // The PIT keeps counting while the CPU is stalled. On a busy host, calibration against
+            // the PIT can therefore yield a third of the TSC's true rate. The guest's clock, and
+            // with it every limit, would then run three times too fast. Without a PIT the kernel
+            // calibrates against the HPET, which is not affected.
             .args(["-machine", "pit=off"])
             .args(["-smp", &self.cpus.to_string()])
             .args(["-serial", "stdio"])
@@ -333,8 +333,8 @@ fn read_console(console: impl Read, mut log: File, events: &Sender<Event>) {
         .read_until(b'\n', &mut line)
         .is_ok_and(|read| read > 0)
     {
-        // Ignore an error: the log is only for people. The verdict uses the lines that are passed
-        // on.
+        // Ignore an error: the log is only for people. The verdict uses the lines that this thread
+        // sends to `events`.
         let _ = log.write_all(&line);
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         if events.send(Event::Console(text)).is_err() {

@@ -52,13 +52,12 @@ pub struct KernelOptions {
     #[arg(long)]
     no_run: bool,
     /// Runs only under this kernel: newest, oldest, former, a version as printed by `uname -r`, or
-    /// a prefix of a version. May be given several times. Default: newest and oldest. Former is an
-    /// older kernel, of the previous Debian release; by default, only the tests that require it run
-    /// under it.
+    /// a prefix of a version. May be given several times. Default: newest and oldest. Former is the
+    /// kernel of the previous Debian release; by default, it runs only the tests that require it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
-    /// Boots the first kernel of --kernel (default: newest), with the tests in the guest, and opens a
-    /// shell.
+    /// Boots the first kernel of --kernel (default: newest), with the tests in the guest, and opens
+    /// a shell.
     #[arg(long)]
     shell: bool,
     /// Runs the guest's clock by the number of executed instructions instead of by time.
@@ -74,7 +73,7 @@ impl KernelOptions {
     ///
     /// - A test with [`Under::Named`] runs under every kernel if tests were named, and otherwise
     ///   under none.
-    /// - If kernels were named, every other test runs under each of them.
+    /// - If kernels were named, all tests without [`Under::Named`] run under each of these kernels.
     /// - Otherwise the tests with [`Under::Former`] run only under the kernel of the previous
     ///   Debian release, and the remaining tests under the newest and the oldest kernel. A test for
     ///   only one of these two kernels runs under both if tests were named.
@@ -283,7 +282,7 @@ impl Rig {
                 for outcome in &outcomes {
                     tally.add(outcome);
                 }
-                // No test started in this boot, so another boot would give the same result.
+                // If no test started in this boot, another boot would give the same result.
                 if rest.len() == group.len() {
                     tally.failed += rest.len();
                     break;
@@ -402,7 +401,7 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
             Verdict::Failed(failure) => format!("FAILED: {failure}"),
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
-        // Unless all output is wanted, print only the measurements of a test that passed.
+        // If a test passed and `all` is not set, print only the test's measurements.
         let shown = |line: &&String| {
             all || test.verdict != Verdict::Passed || line.starts_with("count of ")
         };

@@ -207,10 +207,10 @@ fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>>
     names.iter().map(path).collect()
 }
 
-/// Returns a wrapper of the compiler for this workspace's crates, which links programs with the
-/// static C library. The alternative `cargo rustc -- FLAGS` builds one program at a time, and takes
-/// a second to check a program that has not changed. Cargo uses the crate name `___` to query the
-/// compiler's features; the wrapper does not change these calls.
+/// Returns a wrapper of the compiler for this workspace's crates. The wrapper links programs with
+/// the static C library. The alternative `cargo rustc -- FLAGS` builds one program at a time, and
+/// takes a second to check a program that has not changed. Cargo uses the crate name `___` to query
+/// the compiler's features; the wrapper does not change these calls.
 fn compiler() -> Result<PathBuf> {
     const SCRIPT: &str = "#!/bin/sh
 case \" $* \" in

@@ -1,4 +1,5 @@
-//! Derives from the record of a boot which tests passed and why others failed. Performs no I/O.
+//! Derives the outcome of each test from the record of a boot: passed, skipped, or failed with a
+//! cause. Performs no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -158,8 +159,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
     (outcomes, rest.into_iter().map(str::to_owned).collect())
 }
 
-/// The most severe fault that the kernel logged during the test `of`, or, if `of` is `None`, outside
-/// all tests.
+/// The most severe fault that the kernel logged during the test `of`, or, if `of` is `None`,
+/// outside all tests.
 fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
     let mut running: Option<&str> = None;
     let mut worst: Option<Failure> = None;

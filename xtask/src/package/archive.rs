@@ -35,8 +35,8 @@ pub struct Files {
 /// in the tree, and adds the installed size and the checksums.
 ///
 /// # Errors
-/// A file cannot be written, a program fails, or this process lacks the permission to create a mount
-/// namespace.
+/// A file cannot be written, a program fails, or this process lacks the permission to create a
+/// mount namespace.
 pub fn write(tools: &Tools, tree: &Path, out: &Path, version: &Version) -> Result<Files> {
     let scratch = Scratch::try_new()?;
     let script = out.join("archive.sh");

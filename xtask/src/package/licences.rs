@@ -134,8 +134,8 @@ fn linked(metadata: &Metadata) -> BTreeSet<&str> {
     linked
 }
 
-/// The texts of licences in a crate. The C library AWS-LC is in a folder of its crate, with its own
-/// licences.
+/// The texts of licences in a crate. The crate that contains the C library AWS-LC has the library
+/// and the library's licences in the folder `aws-lc`.
 fn texts_in(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for folder in [folder.to_owned(), folder.join("aws-lc")] {

@@ -1,5 +1,5 @@
-//! The pages of the manual and the shell completions for `dunlin`. To write them, this module runs a
-//! test of the command (crates/dunlin-cli/src/pages.rs).
+//! The pages of the manual and the shell completions for `dunlin`. To write them, this module runs
+//! a test of the command (crates/dunlin-cli/src/pages.rs).
 
 use std::fs;
 use std::path::{Path, PathBuf};

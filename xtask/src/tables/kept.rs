@@ -1,8 +1,8 @@
 //! Kept results: files of JSON lines in `docs/benchmarking/results/`.
 //!
-//! The first line of a file describes the run. The others are the output of a benchmark's `--json`,
-//! unchanged: one object for the measurements under the same conditions, with each figure as
-//! `NAME`, `NAME_min` and `NAME_max`. A figure without a range has only `NAME`.
+//! The first line of a file describes the run. The other lines are the unchanged output of a
+//! benchmark's `--json`: one object for each set of conditions. A figure has the fields `NAME`,
+//! `NAME_min` and `NAME_max`. A figure without a range has only `NAME`.
 
 use std::fs;
 use std::path::Path;
@@ -118,7 +118,7 @@ impl Kept {
             .rows
             .iter()
             .map(|row| match row.fields.contains_key("round") {
-                // The results have one line for each round.
+                // A line with the field `round` has the results of only that round.
                 true => row.number("round"),
                 false => row.number("rounds"),
             });

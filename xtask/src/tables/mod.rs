@@ -2,8 +2,8 @@
 //!
 //! - `kept`: the results, files of JSON lines.
 //! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
-//! - `layout`: the tables of each page; `evacuate`, `growth`, `scaling`, `status` and `tunnel` compute
-//!   some of them, and `cells` writes their cells.
+//! - `layout`: the tables of each page; `evacuate`, `growth`, `scaling`, `status` and `tunnel`
+//!   compute some of them, and `cells` writes their cells.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name the table and its files. This command replaces

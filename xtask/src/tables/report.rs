@@ -50,8 +50,8 @@ fn page(path: &str, text: &str) -> Result<String> {
     })
 }
 
-/// Adds a row to the results: one measurement, or three if a figure has a range. The three are its
-/// median, minimum and maximum, so that the results have the figure's median and range.
+/// Adds a row to the results. If a figure has a range, adds three measurements: the medians, the
+/// minima and the maxima. The results then have the row's medians and ranges.
 fn add(row: &Row, results: &mut Results) -> Result<()> {
     let mut figures = Vec::new();
     for (name, value) in &row.fields {

@@ -179,7 +179,7 @@ impl Bare {
     }
 }
 
-/// A shell in the Debian. All processes that it has started end with it.
+/// A shell in the Debian. When the shell ends, all processes that it has started end too.
 pub struct Shell {
     child: Child,
     stdin: ChildStdin,
@@ -196,7 +196,8 @@ impl Shell {
 
     /// Starts a program with its output in /shared/NAME.log; returns its process ID.
     pub fn start(&mut self, name: &str, line: &str) -> u32 {
-        // Remove the log of an earlier start: a caller that waits for a line would find the old one.
+        // Remove the log of an earlier start. Otherwise a caller that waits for a line would find a
+        // line of the earlier start.
         let log = format!("/shared/{name}.log");
         let start = format!("rm -f {log}; {line} </dev/null >{log} 2>&1 & echo \"end $!\"");
         self.ask(&start).1

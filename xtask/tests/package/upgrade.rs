@@ -1,7 +1,7 @@
 //! An upgrade of the package on a host with two tunnels, a trunk between them, and a channel that
 //! carries bytes: nothing is interrupted. Each tunnel is restarted later, as docs/install.md
-//! describes. The tunnel that is restarted first works with the other one, which still runs the
-//! earlier version.
+//! describes. After the first tunnel has restarted, it works with the second tunnel, which still
+//! runs the earlier version.
 
 use std::env;
 use std::fs;
@@ -184,7 +184,7 @@ fn start(bare: &Bare, shell: &mut Shell, name: &str, config: &str) -> u32 {
     )
 }
 
-/// Waits for a line in a log; returns what follows `text` in it.
+/// Waits for a line that contains `text` in a log. Returns what follows `text` in that line.
 fn wait_for(log: &Path, text: &str) -> String {
     let until = Instant::now() + LIMIT;
     loop {
