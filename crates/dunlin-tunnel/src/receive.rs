@@ -13,7 +13,6 @@ use dunlin_linux::epoll::Readiness;
 use dunlin_linux::socket::wait_writable;
 use dunlin_proto::stripe::frame::{Data, FRAME_HEADER_BYTES, Frame};
 use dunlin_proto::stripe::{Arrival, Delivery};
-use vm_memory::VolatileSlice;
 
 use super::failure::{Failure, OrFailure};
 use super::hub::{Core, Direction, Hub};
@@ -148,9 +147,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
         match Frame::decode(&header) {
             Ok(Frame::Data(data)) => {
                 let piece = hub.pool.take(data.length() as usize);
-                piece.with(|bytes| {
-                    receiver.payload_into(std::iter::once(VolatileSlice::from(bytes)))
-                })?;
+                piece.with(|bytes| receiver.read_exact(bytes))?;
                 if !arrived(hub, lane, &data, piece) {
                     return Ok(());
                 }

@@ -14,7 +14,6 @@ use dunlin_linux::socket::wait_writable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
-use vm_memory::VolatileSlice;
 
 use super::failure::{Failure, OrFailure};
 use super::hub::{Core, Direction, Hub};
@@ -342,12 +341,5 @@ fn read(
 /// Seals a piece and its header as one frame, and writes the frame.
 fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendError> {
     let header = Frame::Data(*data).to_bytes();
-    piece.with(|bytes| {
-        let memory = VolatileSlice::from(bytes);
-        let mut frame = sender.frame();
-        // A piece fits into a frame: [`PIECE_BYTES`] is the largest payload.
-        let added = frame.memory(&memory);
-        debug_assert_eq!(added, Ok(()));
-        frame.finish(&header)
-    })
+    piece.with(|bytes| sender.send_with(&header, bytes))
 }

@@ -39,7 +39,6 @@ use dunlin_tunnel::{
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
-use vm_memory::VolatileSlice;
 
 const SESSION: SessionId = [9; 16];
 
@@ -502,11 +501,8 @@ fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
         ("never opened", |peer| {
             let data = Data::new(40, 0, 1).unwrap();
             let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
-            let mut payload = *b"x";
-            let mut frame = lane.frame();
-            let added = frame.memory(&VolatileSlice::from(&mut payload[..]));
-            assert_eq!(added, Ok(()));
-            frame.finish(&Frame::Data(data).to_bytes()).unwrap();
+            lane.send_with(&Frame::Data(data).to_bytes(), &mut *b"x".to_vec())
+                .unwrap();
         }),
         ("frames", |peer| {
             let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);

@@ -28,7 +28,6 @@ use dunlin_test_support::tunnel::{
     Events, FAR, NEAR, Pair, Setup, TIMEOUT, expect, identities, join, send,
 };
 use dunlin_tunnel::{Entrance, Event, Limits, Listen, Mode, Routes, Status, Tunnel, WINDOW_BYTES};
-use vm_memory::VolatileSlice;
 
 const SESSION: SessionId = [9; 16];
 
@@ -566,9 +565,8 @@ fn a_peer_of_version_1_that_accepts_a_trunk_opens_its_own_lanes() {
     });
     let mut answer = *b"answer";
     let data = Data::new(channel, 0, answer.len() as u32).unwrap();
-    let mut frame = back.frame();
-    assert_eq!(frame.memory(&VolatileSlice::from(&mut answer[..])), Ok(()));
-    frame.finish(&Frame::Data(data).to_bytes()).unwrap();
+    back.send_with(&Frame::Data(data).to_bytes(), &mut answer)
+        .unwrap();
     let mut received = [0; 6];
     (&trunk.channel).read_exact(&mut received).unwrap();
     assert_eq!(&received, b"answer");

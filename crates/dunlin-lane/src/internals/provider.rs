@@ -322,6 +322,66 @@ impl AeadKey {
         }
     }
 
+    /// Encrypts `content` and the byte `content_type` into `sealed`, followed by the tag over them
+    /// and `header`; `None` if the library fails. `sealed` must be 17 bytes longer than `content`.
+    #[inline]
+    pub(super) fn seal_from(
+        &self,
+        nonce: [u8; 12],
+        header: RecordHeader,
+        content: &[u8],
+        content_type: u8,
+        sealed: &mut [u8],
+    ) -> Option<()> {
+        match self {
+            #[cfg(feature = "ring")]
+            Self::Ring(_) => {
+                let (inner, tag) = sealed.split_at_mut_checked(content.len() + 1)?;
+                let (last, copy) = inner.split_last_mut()?;
+                *last = content_type;
+                copy.copy_from_slice(content);
+                tag.copy_from_slice(&self.seal(nonce, header, inner)?);
+                Some(())
+            }
+            #[cfg(feature = "aws-lc-rs")]
+            Self::AwsLcRs(key) => {
+                use aws_lc_rs::aead::{Aad, Nonce};
+                let nonce = Nonce::assume_unique_for_key(nonce);
+                let (inner, end) = sealed.split_at_mut_checked(content.len())?;
+                let aad = Aad::from(header);
+                key.seal_out_of_place_scatter(nonce, aad, content, inner, &[content_type], end)
+                    .ok()
+            }
+        }
+    }
+
+    /// Verifies the tag at the end of `body` and decrypts the bytes before it into `inner`, which
+    /// must be 16 bytes shorter; `None` if the tag is invalid. `inner` then holds undefined bytes.
+    #[inline]
+    pub(super) fn open_into(
+        &self,
+        nonce: [u8; 12],
+        header: RecordHeader,
+        body: &mut [u8],
+        inner: &mut [u8],
+    ) -> Option<()> {
+        match self {
+            #[cfg(feature = "ring")]
+            Self::Ring(_) => {
+                inner.copy_from_slice(self.open(nonce, header, body)?);
+                Some(())
+            }
+            #[cfg(feature = "aws-lc-rs")]
+            Self::AwsLcRs(key) => {
+                use aws_lc_rs::aead::{Aad, Nonce};
+                let nonce = Nonce::assume_unique_for_key(nonce);
+                let (sealed, tag) = body.split_at_checked(inner.len())?;
+                key.open_separate_gather(nonce, Aad::from(header), sealed, tag, inner)
+                    .ok()
+            }
+        }
+    }
+
     /// Verifies the tag at the end of `body` and decrypts the bytes before it in place; `None` if
     /// the tag is invalid.
     #[inline]

@@ -353,6 +353,30 @@ impl SealHalf {
         self.seal_as(APPLICATION_DATA, record)
     }
 
+    /// Seals one data record with this content. `record` is the whole record and is overwritten. If
+    /// the library supports it, the cipher reads `content` directly; otherwise it is copied first.
+    ///
+    /// # Errors
+    /// [`SealError`]. No part of the record may be sent.
+    pub fn seal_from(&mut self, content: &[u8], record: &mut [u8]) -> Result<(), SealError> {
+        if self.sequence >= RECORD_LIMIT {
+            return Err(SealError::Limit);
+        }
+        let bytes = record.len();
+        if content.len().saturating_add(OVERHEAD_BYTES) != bytes || bytes > RECORD_BYTES {
+            return Err(SealError::Length { bytes });
+        }
+        let (header, body) = record.split_at_mut(HEADER_BYTES);
+        let stated = stated_header(body.len());
+        header.copy_from_slice(&stated);
+        let nonce = nonce(&self.iv, self.sequence);
+        self.key
+            .seal_from(nonce, stated, content, APPLICATION_DATA, body)
+            .ok_or(SealError::Cipher)?;
+        self.sequence += 1;
+        Ok(())
+    }
+
     /// Seals one data record with the content of `pages` in guest memory, concatenated. `record`
     /// is the whole record and is overwritten. If the library supports it, the cipher reads the
     /// pages directly; otherwise they are copied first.
@@ -493,6 +517,35 @@ impl OpenHalf {
         let opened = self.open_next(record).and_then(Content::of_lane);
         self.spent = !matches!(opened, Ok(Opened::Data(_)));
         opened
+    }
+
+    /// Opens one whole record into `inner`, which must have the record's length without
+    /// [`HEADER_BYTES`] and the tag: the content, its type and the padding. The content is then at
+    /// the beginning of `inner`. If the library supports it, the cipher writes `inner` directly;
+    /// otherwise the bytes are copied.
+    ///
+    /// # Errors
+    /// [`OpenError`], as for [`OpenHalf::open`]. `inner` then holds undefined bytes.
+    pub fn open_into(&mut self, record: &mut [u8], inner: &mut [u8]) -> Result<Opened, OpenError> {
+        if self.spent {
+            return Err(OpenError::Spent);
+        }
+        let opened = self.open_next_into(record, inner);
+        self.spent = !matches!(opened, Ok(Opened::Data(_)));
+        opened
+    }
+
+    fn open_next_into(&mut self, record: &mut [u8], inner: &mut [u8]) -> Result<Opened, OpenError> {
+        let (header, body) = self.checked(record)?;
+        if body.len() != inner.len().saturating_add(TAG_BYTES) {
+            return Err(OpenError::Length { bytes: inner.len() });
+        }
+        let nonce = nonce(&self.iv, self.sequence);
+        self.key
+            .open_into(nonce, header, body, inner)
+            .ok_or(OpenError::Authentication)?;
+        self.sequence += 1;
+        self.classify(inner).and_then(Content::of_lane)
     }
 
     /// Whether [`OpenHalf::open_guest`] opens into guest memory with this library and suite.

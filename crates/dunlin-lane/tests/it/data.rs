@@ -140,26 +140,21 @@ fn frames_of_every_shape_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn a_frame_takes_exactly_its_pages_or_one_piece_of_memory() {
+fn a_frame_takes_at_most_its_pages_or_one_payload_of_that_length() {
     let (mut sender, mut receiver) = tls(Provider::built_in()[0]);
     let mut memory = pattern(BATCH_BYTES + 1, 1);
-    let whole = VolatileSlice::from(&mut memory[..]);
-    let piece = whole.subslice(0, PAGE_BYTES + 3).unwrap();
-    let guest = whole.subslice(0, PAGE_BYTES).unwrap();
+    let guest = VolatileSlice::from(&mut memory[..PAGE_BYTES]);
     let mut frame = sender.frame();
     for _ in 0..PAGES_PER_FRAME {
         assert_eq!(frame.guest_page(&guest), Ok(true));
     }
     assert_eq!(frame.guest_page(&guest), Err(FrameError::Full));
-    assert_eq!(frame.memory(&piece), Err(FrameError::Full));
 
-    let mut frame = sender.frame();
-    assert_eq!(frame.memory(&whole), Err(FrameError::Full));
-    assert_eq!(frame.memory(&piece), Ok(()));
-    assert_eq!(frame.guest_page(&guest), Err(FrameError::Misaligned));
-    frame.finish(&header(8, piece.len())).unwrap();
-    let received = receive(&mut receiver).unwrap().1;
-    assert!(received == memory[..PAGE_BYTES + 3]);
+    let error = sender.send_with(b"", &mut memory).unwrap_err();
+    assert!(matches!(error, SendError::PayloadTooLong { bytes } if bytes == BATCH_BYTES + 1));
+    let payload = &mut memory[..BATCH_BYTES];
+    sender.send_with(&header(8, BATCH_BYTES), payload).unwrap();
+    assert!(receive(&mut receiver).unwrap().1 == pattern(BATCH_BYTES + 1, 1)[..BATCH_BYTES]);
 }
 
 #[test]
@@ -179,12 +174,10 @@ fn memory_of_every_length_arrives() {
         ];
         let mut memory = content.clone();
         let sending = thread::spawn(move || {
-            let whole = VolatileSlice::from(&mut memory[..]);
             for bytes in lengths {
-                let mut frame = sender.frame();
-                let piece = whole.subslice(0, bytes).unwrap();
-                assert_eq!(frame.memory(&piece), Ok(()));
-                frame.finish(&header(8, bytes)).unwrap();
+                let payload = &mut memory[..bytes];
+                sender.send_with(&header(8, bytes), payload).unwrap();
+                assert!(memory[..bytes] == pattern(BATCH_BYTES, 4)[..bytes]);
             }
             sender.finish().unwrap();
         });
@@ -193,6 +186,31 @@ fn memory_of_every_length_arrives() {
         }
         assert!(receive(&mut receiver).is_none());
         sending.join().unwrap();
+    }
+}
+
+#[test]
+fn i3_a_read_may_end_at_any_byte() {
+    for (mut sender, mut receiver) in every_security() {
+        let content = pattern(160 * 1024, 6);
+        let mut sent = content.clone();
+        let sending = thread::spawn(move || {
+            for part in sent.chunks_mut(37_000) {
+                sender.send_with(b"", part).unwrap();
+            }
+            sender
+        });
+        let mut received = vec![0xee; content.len()];
+        let mut rest = &mut received[..];
+        for bytes in [1, 16_383, 1, 16_384, 0, 5000, 16_385, 40_000, 3, 2, 1] {
+            let (out, behind) = rest.split_at_mut(bytes);
+            receiver.read_exact(out).unwrap();
+            assert!(behind.iter().all(|&byte| byte == 0xee));
+            rest = behind;
+        }
+        receiver.read_exact(rest).unwrap();
+        assert!(received == content);
+        drop(sending.join().unwrap());
     }
 }
 
@@ -411,11 +429,8 @@ fn a_rate_limit_is_kept() {
     let begin = Instant::now();
     let drain = thread::spawn(move || receiver.payload(2 << 20, |_| ()).unwrap());
     let mut payload = vec![0; BATCH_BYTES];
-    let payload = VolatileSlice::from(&mut payload[..]);
     for _ in 0..(2 << 20) / BATCH_BYTES {
-        let mut frame = sender.frame();
-        assert_eq!(frame.memory(&payload), Ok(()));
-        frame.finish(b"").unwrap();
+        sender.send_with(b"", &mut payload).unwrap();
     }
     drain.join().unwrap();
     assert!(

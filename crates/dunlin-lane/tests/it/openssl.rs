@@ -15,7 +15,6 @@ use dunlin_test_base::need::are_here;
 use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use sha2::{Digest, Sha256};
-use vm_memory::VolatileSlice;
 
 const BYTES: usize = (3 << 20) + 12_345;
 const STALL: Duration = Duration::from_secs(10);
@@ -59,9 +58,7 @@ fn openssl(command: &str, directory: &Path, suite: CipherSuite, more: &[&str]) -
 fn send(mut sender: DataSender, content: &[u8]) {
     let mut content = content.to_vec();
     for part in content.chunks_mut(BATCH_BYTES) {
-        let mut frame = sender.frame();
-        assert_eq!(frame.memory(&VolatileSlice::from(part)), Ok(()));
-        frame.finish(b"").unwrap();
+        sender.send_with(b"", part).unwrap();
     }
     sender.finish().unwrap();
 }

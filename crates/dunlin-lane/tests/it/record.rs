@@ -224,6 +224,54 @@ fn i7_a_changed_byte_anywhere_in_a_record_is_refused() {
             }
             // After a bad record, even a valid record is not opened.
             assert_eq!(open.open(&mut record.clone()), Err(OpenError::Spent));
+            let (_, mut open) = halves(provider, suite, 0);
+            let mut damaged = record.clone();
+            damaged[position] ^= 1;
+            let mut inner = vec![0; content.len() + 1];
+            assert_eq!(open.open_into(&mut damaged, &mut inner), Err(error));
+            let again = open.open_into(&mut record.clone(), &mut inner);
+            assert_eq!(again, Err(OpenError::Spent));
+        }
+    }
+}
+
+#[test]
+fn records_of_separate_memory_equal_records_in_place() {
+    for (provider, suite) in combinations() {
+        let (mut seal, mut open) = halves(provider, suite, 7);
+        let (mut in_place, _) = halves(provider, suite, 7);
+        for bytes in [0, 1, 15, 16, 17, 4096, CONTENT_BYTES] {
+            let content = pattern(bytes, 1);
+            let mut record = vec![0xee; bytes + OVERHEAD_BYTES];
+            seal.seal_from(&content, &mut record).unwrap();
+            assert!(record == sealed(&mut in_place, &content), "{suite} {bytes}");
+            let mut inner = vec![0xee; bytes + 1];
+            let opened = open.open_into(&mut record, &mut inner);
+            assert_eq!(opened, Ok(Opened::Data(bytes)));
+            assert!(inner[..bytes] == content, "{suite} {bytes}");
+        }
+        assert_eq!(seal.records_left(), in_place.records_left());
+    }
+}
+
+#[test]
+fn separate_memory_of_the_wrong_length_is_refused() {
+    for (provider, suite) in combinations() {
+        let (mut seal, _) = halves(provider, suite, 0);
+        for (bytes, content) in [(0, 1), (121, 100), (123, 100), (RECORD_BYTES + 1, 16_385)] {
+            assert_eq!(
+                seal.seal_from(&vec![1; content], &mut vec![0; bytes]),
+                Err(SealError::Length { bytes })
+            );
+        }
+        assert_eq!(seal.records_left(), RECORD_LIMIT);
+        let record = sealed(&mut seal, &[1; 100]);
+        for bytes in [0, 100, 102] {
+            let (_, mut open) = halves(provider, suite, 0);
+            assert_eq!(
+                open.open_into(&mut record.clone(), &mut vec![0; bytes]),
+                Err(OpenError::Length { bytes })
+            );
         }
     }
 }

@@ -11,7 +11,6 @@ use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::*;
-use vm_memory::VolatileSlice;
 
 use crate::{Changed, MALFORMED};
 
@@ -172,10 +171,8 @@ fn i7_overlapping_ranges_do_no_harm() {
             let mut header = Vec::new();
             ChunkHeader::encode(number, 1, &ranges, &mut header).unwrap();
             let mut payload = vec![7; 12 * 4096];
-            let mut frame = liar.lane.as_mut().unwrap().frame();
-            let added = frame.memory(&VolatileSlice::from(&mut payload[..]));
-            assert_eq!(added, Ok(()));
-            frame.finish(&header).unwrap();
+            let lane = liar.lane.as_mut().unwrap();
+            lane.send_with(&header, &mut payload).unwrap();
             pages += 20;
         }
         liar.conclude(3, pages);

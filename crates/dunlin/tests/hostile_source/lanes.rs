@@ -10,7 +10,6 @@ use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::*;
 use dunlin_test_support::lane::Authority;
-use vm_memory::VolatileSlice;
 
 use crate::MALFORMED;
 
@@ -68,10 +67,8 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     };
     let mut lane = liar.lane.take().unwrap();
     let mut payload = [7; ARRIVED * 4096];
-    let mut broken_off = lane.frame();
-    let added = broken_off.memory(&VolatileSlice::from(&mut payload[..]));
-    assert_eq!(added, Ok(()));
-    broken_off.finish(&chunk(0, Encoding::Raw)).unwrap();
+    lane.send_with(&chunk(0, Encoding::Raw), &mut payload)
+        .unwrap();
     lane.canceller().shutdown();
     let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
     assert!(liar.peer.await_message(fenced).is_some());

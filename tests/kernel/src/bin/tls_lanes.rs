@@ -132,11 +132,8 @@ fn carry(near: Secured, far: Secured) {
         }
         for bytes in ODD {
             let mut payload = content(bytes);
-            let mut frame = sender.frame();
-            let added = frame.memory(&VolatileSlice::from(&mut payload[..]));
-            assert_eq!(added, Ok(()));
-            frame
-                .finish(&(bytes as u32).to_be_bytes())
+            sender
+                .send_with(&(bytes as u32).to_be_bytes(), &mut payload)
                 .expect("the data is sent");
         }
         sender.send(&0_u32.to_be_bytes()).expect("the data is sent");

@@ -15,7 +15,8 @@ pub(super) fn first_difference(
 ) -> Result<Option<u64>, MachineError> {
     for machine in [&mut *one, &mut *other] {
         if machine.runs()? {
-            let refusal = "a guest runs, and memory can be compared only while both guests are paused";
+            let refusal =
+                "a guest runs, and memory can be compared only while both guests are paused";
             return Err(
                 QmpError::Refused("first_difference".to_owned(), refusal.to_owned()).into(),
             );

@@ -22,7 +22,7 @@ use super::{
 use crate::internals::handshake::Secured;
 use crate::internals::record::{
     ALERT, CONTENT_BYTES, Content, HEADER_BYTES, Landed, OVERHEAD_BYTES, OpenError, OpenHalf,
-    Opened, RECEIVED_RECORD_BYTES,
+    Opened, RECEIVED_RECORD_BYTES, TAG_BYTES,
 };
 
 /// Maximum number of bytes per read from the socket: large enough to make system calls a small part
@@ -209,18 +209,59 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Fills `out` with the next bytes of the frame.
+    /// Fills `out` with the next bytes of the frame. If the crypto library supports it, records are
+    /// opened straight into `out`, without a copy.
     ///
     /// # Errors
-    /// [`ReceiveError`].
+    /// [`ReceiveError`]. `out` then holds undefined bytes.
     #[cfg(feature = "unstable-internals")]
     pub fn read_exact(&mut self, mut out: &mut [u8]) -> Result<(), ReceiveError> {
-        let bytes = out.len() as u64;
-        self.payload(bytes, |part| {
-            let (filled, rest) = std::mem::take(&mut out).split_at_mut(part.len());
-            filled.copy_from_slice(part);
-            out = rest;
-        })
+        if out.len() >= PAGE_BYTES && matches!(self.security, Security::Kernel(_)) {
+            return self.payload_by_kernel(std::iter::once(VolatileSlice::from(out)));
+        }
+        while !out.is_empty() {
+            let count = if self.opened.is_empty() {
+                match self.advance_out(out) {
+                    Ok(Some(count)) => count,
+                    Ok(None) => return Err(self.fail(ReceiveError::ClosedInside)),
+                    Err(error) => return Err(self.fail(error)),
+                }
+            } else {
+                let count = out.len().min(self.opened.len());
+                let part = self.opened.start..self.opened.start + count;
+                self.opened.start = part.end;
+                out[..count].copy_from_slice(&self.buffer[part]);
+                count
+            };
+            out = &mut out[count..];
+        }
+        Ok(())
+    }
+
+    /// Opens the next record into `out` if it has enough space, and returns the length of the
+    /// content; otherwise works like [`Self::advance`] and returns 0. Returns `None` at a clean
+    /// close.
+    fn advance_out(&mut self, out: &mut [u8]) -> Result<Option<usize>, ReceiveError> {
+        if let (State::Open, Security::Tls(keys)) = (self.state, &mut self.security) {
+            let sealed = &mut self.buffer[self.sealed.clone()];
+            if let Some(header) = sealed.first_chunk::<HEADER_BYTES>() {
+                let bytes = OpenHalf::record_bytes(*header)?;
+                let inner_bytes = bytes - HEADER_BYTES - TAG_BYTES;
+                if let (Some(record), Some(inner)) =
+                    (sealed.get_mut(..bytes), out.get_mut(..inner_bytes))
+                {
+                    let opened = keys.open.open_into(record, inner)?;
+                    self.sealed.start += bytes;
+                    let Opened::Data(count) = opened else {
+                        self.state = State::Closed;
+                        return Ok(None);
+                    };
+                    self.count_record(count);
+                    return Ok(Some(count));
+                }
+            }
+        }
+        Ok(self.advance(out.len())?.then_some(0))
     }
 
     /// Passes the next `bytes` of the frame to `take`, in order, in pieces that refer to the opened

@@ -16,7 +16,7 @@ use vm_memory::VolatileSlice;
 use super::guard::LaneGuard;
 use super::{
     BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, End, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
-    PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
+    PAGES_PER_FRAME, PlainConsent, RECORDS_PER_FRAME, Security,
 };
 use crate::internals::handshake::Secured;
 use crate::internals::proof::prove;
@@ -63,6 +63,12 @@ pub enum SendError {
         /// The header's length.
         bytes: usize,
     },
+    /// The payload exceeds the limit.
+    #[error("frame payload of {bytes} bytes exceeds the limit of {BATCH_BYTES}")]
+    PayloadTooLong {
+        /// The payload's length.
+        bytes: usize,
+    },
     /// The connection failed.
     #[error("the lane's connection failed: {0}")]
     Io(#[source] io::Error),
@@ -78,9 +84,6 @@ pub enum FrameError {
     /// There is no space for another page: finish the frame and begin the next.
     #[error("frame is full")]
     Full,
-    /// The preceding payload does not end at a page boundary.
-    #[error("no page can follow a payload that is not a multiple of {PAGE_BYTES} bytes long")]
-    Misaligned,
     /// The length is not that of one page.
     #[error("invalid page length {bytes}, expected {PAGE_BYTES}")]
     Length {
@@ -107,9 +110,16 @@ pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Payload bytes added so far.
     filled: usize,
-    /// The payload in guest memory, with one slice per page. The last slice may be shorter. Unused
-    /// slices are empty.
+    /// The payload in guest memory, with one slice per page. Unused slices are empty.
     guest: [VolatileSlice<'a>; PAGES_PER_FRAME],
+}
+
+/// The payload of a frame, at most [`BATCH_BYTES`].
+enum Payload<'p, 'm> {
+    /// Pages in guest memory.
+    Guest(&'p [VolatileSlice<'m>]),
+    /// Memory that no other thread writes.
+    Private(&'p mut [u8]),
 }
 
 impl DataSender {
@@ -166,7 +176,23 @@ impl DataSender {
     /// [`SendError`].
     #[cfg(feature = "unstable-internals")]
     pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
-        self.frame().finish(header)
+        self.transmit(header, Payload::Guest(&[]))
+    }
+
+    /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
+    /// If the crypto library supports it, the payload is sealed straight from there, without a
+    /// copy. The payload keeps its content.
+    ///
+    /// # Errors
+    /// [`SendError`]. After [`SendError::PayloadTooLong`] and [`SendError::HeaderTooLong`] nothing
+    /// was sent, and the lane can still be used.
+    #[cfg(feature = "unstable-internals")]
+    pub fn send_with(&mut self, header: &[u8], payload: &mut [u8]) -> Result<(), SendError> {
+        let bytes = payload.len();
+        if bytes > BATCH_BYTES {
+            return Err(SendError::PayloadTooLong { bytes });
+        }
+        self.transmit(header, Payload::Private(payload))
     }
 
     /// Sends the lane's first message, `open`, with a proof that this side has the session's
@@ -302,14 +328,8 @@ impl DataSender {
         &self.link.stream
     }
 
-    /// Seals and writes the header and the payload. The payload is the first `filled` bytes of the
-    /// pages in `guest`.
-    fn transmit(
-        &mut self,
-        header: &[u8],
-        filled: usize,
-        guest: &[VolatileSlice<'_>],
-    ) -> Result<(), SendError> {
+    /// Seals and writes the header and the payload.
+    fn transmit(&mut self, header: &[u8], mut payload: Payload<'_, '_>) -> Result<(), SendError> {
         if self.spent {
             return Err(SendError::Spent);
         }
@@ -321,8 +341,14 @@ impl DataSender {
             return Err(SendError::HeaderTooLong { bytes });
         }
         if let Security::Kernel(_) = &self.security {
-            return self.transmit_by_kernel(header, filled, guest);
+            return match &mut payload {
+                Payload::Guest(pages) => self.transmit_by_kernel(header, pages),
+                Payload::Private(bytes) => {
+                    self.transmit_by_kernel(header, &[VolatileSlice::from(&mut **bytes)])
+                }
+            };
         }
+        let filled = payload.len();
         let Layout {
             front,
             lead,
@@ -345,7 +371,7 @@ impl DataSender {
         {
             end += filled + overhead;
             let record = &mut self.buffer[start..end];
-            copy_out(guest, &mut record[lead + bytes..]);
+            payload.copy_to(&mut record[lead + bytes..][..filled]);
             keys.seal.seal(record)?;
             self.counters.records += 1;
         } else if let Security::Tls(keys) = &mut self.security {
@@ -353,22 +379,22 @@ impl DataSender {
                 keys.seal.seal(&mut self.buffer[start..front])?;
                 self.counters.records += 1;
             }
-            for (record, pages) in guest.chunks(PAGES_PER_RECORD).enumerate() {
-                let at = front + record * stride;
-                let content = (filled - record * CONTENT_BYTES).min(CONTENT_BYTES);
-                end = at + content + OVERHEAD_BYTES;
-                let sealed = &mut self.buffer[at..end];
-                // For less than a page, a copy is cheaper than sealing straight from guest memory.
-                if content >= PAGE_BYTES {
-                    keys.seal.seal_guest(pages, sealed)?;
-                } else {
-                    copy_out(pages, &mut sealed[lead..]);
-                    keys.seal.seal(sealed)?;
+            for at in (0..filled).step_by(CONTENT_BYTES) {
+                let content = at..filled.min(at + CONTENT_BYTES);
+                let begin = front + at / CONTENT_BYTES * stride;
+                end = begin + content.len() + OVERHEAD_BYTES;
+                let sealed = &mut self.buffer[begin..end];
+                match &payload {
+                    Payload::Guest(pages) => {
+                        let pages = &pages[content.start / PAGE_BYTES..content.end / PAGE_BYTES];
+                        keys.seal.seal_guest(pages, sealed)?;
+                    }
+                    Payload::Private(bytes) => keys.seal.seal_from(&bytes[content], sealed)?,
                 }
                 self.counters.records += 1;
             }
         } else {
-            copy_out(guest, &mut self.buffer[front..]);
+            payload.copy_to(&mut self.buffer[front..][..filled]);
             end += filled;
         }
         self.write(start, end)?;
@@ -377,15 +403,15 @@ impl DataSender {
         Ok(())
     }
 
-    /// Like [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the
-    /// kernel and are read once. The header begins the first payload record; as a separate record
+    /// Like [`Self::transmit`], but the kernel seals. The payload goes straight to the kernel and is
+    /// read once. The header begins the first payload record; as a separate record
     /// it would wake the peer an additional time.
     fn transmit_by_kernel(
         &mut self,
         header: &[u8],
-        filled: usize,
-        guest: &[VolatileSlice<'_>],
+        payload: &[VolatileSlice<'_>],
     ) -> Result<(), SendError> {
+        let filled = payload.iter().map(VolatileSlice::len).sum::<usize>();
         let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
         if self.records_left() < Some(records) {
             return Err(SealError::Limit.into());
@@ -395,8 +421,8 @@ impl DataSender {
         lead.copy_from_slice(header);
         let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
         pieces[0] = VolatileSlice::from(lead);
-        pieces[1..][..guest.len()].copy_from_slice(guest);
-        let mut rest = &mut pieces[usize::from(header.is_empty())..=guest.len()];
+        pieces[1..][..payload.len()].copy_from_slice(payload);
+        let mut rest = &mut pieces[usize::from(header.is_empty())..=payload.len()];
         while !rest.is_empty() {
             let taken = until_not_interrupted(|| {
                 self.counters.calls += 1;
@@ -503,9 +529,6 @@ impl<'a> Frame<'a> {
         if bytes != PAGE_BYTES {
             return Err(FrameError::Length { bytes });
         }
-        if !self.filled.is_multiple_of(PAGE_BYTES) {
-            return Err(FrameError::Misaligned);
-        }
         let slot = self
             .guest
             .get_mut(self.filled / PAGE_BYTES)
@@ -518,27 +541,6 @@ impl<'a> Frame<'a> {
         Ok(true)
     }
 
-    /// Makes `memory`, including zero pages, the payload of an empty frame. If `memory` is longer
-    /// than a page and the crypto library supports it, the bytes are sealed straight from there,
-    /// without a copy.
-    ///
-    /// # Errors
-    /// [`FrameError::Full`] if `memory` is longer than [`BATCH_BYTES`], or if the frame is not
-    /// empty; nothing was added.
-    pub fn memory(&mut self, memory: &VolatileSlice<'a>) -> Result<(), FrameError> {
-        let bytes = memory.len();
-        if self.filled > 0 || bytes > BATCH_BYTES {
-            return Err(FrameError::Full);
-        }
-        for (slot, at) in self.guest.iter_mut().zip((0..bytes).step_by(PAGE_BYTES)) {
-            if let Ok(part) = memory.subslice(at, PAGE_BYTES.min(bytes - at)) {
-                *slot = part;
-            }
-        }
-        self.filled = bytes;
-        Ok(())
-    }
-
     /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
     /// header has its own record before the payload, unless the payload is at most one page or the
     /// kernel seals: in these two cases it shares the payload's first record. An empty header gets
@@ -548,9 +550,8 @@ impl<'a> Frame<'a> {
     /// [`SendError`]. After [`SendError::HeaderTooLong`] nothing was sent, and the lane can still
     /// be used.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
-        let pages = self.filled.div_ceil(PAGE_BYTES);
-        self.sender
-            .transmit(header, self.filled, &self.guest[..pages])
+        let pages = &self.guest[..self.filled / PAGE_BYTES];
+        self.sender.transmit(header, Payload::Guest(pages))
     }
 }
 
@@ -573,10 +574,24 @@ fn behind<'s, 'm>(
     &mut pieces[removed..]
 }
 
-/// Copies pages from guest memory to their position in the frame or record.
-fn copy_out(guest: &[VolatileSlice<'_>], content: &mut [u8]) {
-    for (page, slot) in guest.iter().zip(content.chunks_mut(PAGE_BYTES)) {
-        page.copy_to(slot);
+impl Payload<'_, '_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Guest(pages) => pages.len() * PAGE_BYTES,
+            Self::Private(bytes) => bytes.len(),
+        }
+    }
+
+    /// Copies the whole payload to `content`, which must have its length.
+    fn copy_to(&self, content: &mut [u8]) {
+        match self {
+            Self::Guest(pages) => {
+                for (page, slot) in pages.iter().zip(content.chunks_mut(PAGE_BYTES)) {
+                    page.copy_to(slot);
+                }
+            }
+            Self::Private(bytes) => content.copy_from_slice(bytes),
+        }
     }
 }
 

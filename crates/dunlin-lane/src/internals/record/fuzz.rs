@@ -84,8 +84,8 @@ pub fn fuzz_records(bytes: &[u8]) {
     }
 }
 
-/// Opens any authentic record, with any content and padding, in place and into guest memory,
-/// and compares the results with a direct implementation of RFC 8446.
+/// Opens any authentic record, with any content and padding, in place, into private memory and into
+/// guest memory, and compares the results with a direct implementation of RFC 8446.
 pub fn fuzz_record_content(bytes: &[u8]) {
     let Some((&choice, inner)) = bytes.split_first() else {
         return;
@@ -108,6 +108,14 @@ pub fn fuzz_record_content(bytes: &[u8]) {
         assert_eq!(record[HEADER_BYTES..][..count], inner[..count]);
     } else {
         assert_eq!(open.open(&mut sealed.clone()), Err(OpenError::Spent));
+    }
+
+    let (_, mut open) = halves(choice);
+    let mut out = vec![0xee; inner.len()];
+    let opened = open.open_into(&mut sealed.clone(), &mut out);
+    assert_eq!(opened, wanted);
+    if let Ok(Opened::Data(count)) = opened {
+        assert_eq!(out[..count], inner[..count]);
     }
 
     let (_, mut open) = halves(choice);
