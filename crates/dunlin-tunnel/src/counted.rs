@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub(super) struct Counted(Arc<AtomicUsize>);
 
 impl Counted {
-    /// Adds a member; `None` if the set already has `most` members.
+    /// Adds a member; `None` if the set already has its maximum of `most` members.
     pub(super) fn one_more(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
         let one = Self(Arc::clone(count));
         (one.0.fetch_add(1, Ordering::SeqCst) < most).then_some(one)

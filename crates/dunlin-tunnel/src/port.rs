@@ -15,10 +15,10 @@ use dunlin_lane::accept::{self, Arrival};
 use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_lane::policy::ServerTls;
 
-/// The maximum number of control lanes that are in their handshake. Their peers are authenticated.
-/// Each lane has a thread until its handshake has ended.
+/// The maximum number of control lanes with an authenticated peer that still negotiate a trunk. Each
+/// has a thread until then.
 const HANDSHAKES: usize = 64;
-/// The maximum number of control lanes of one peer that are in their handshake, so that one peer
+/// The maximum number of control lanes of one peer that still negotiate a trunk, so that one peer
 /// cannot block others.
 const OF_ONE_PEER: usize = 8;
 

@@ -240,8 +240,8 @@ impl Socket {
     }
 
     /// Whether an error of the connection fails its channel immediately, even if received bytes
-    /// have not been read. True for TCP: a thread must poll for the error while no thread reads.
-    /// False for a unix socket: a thread first reads the received bytes. The kernel treats both
+    /// have not been read. True for TCP, so a thread polls for the error while no thread reads.
+    /// False for a unix socket, so a thread first reads the received bytes. The kernel treats both
     /// kinds of sockets alike: it reports an error immediately, and reads return the received bytes
     /// before the error.
     pub(super) fn tells_resets(&self) -> bool {

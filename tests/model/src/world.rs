@@ -45,7 +45,7 @@ pub struct SourceSide {
     pub journal: SourceRecord,
     /// The epoch of the newest control lane. It is on disk too.
     pub epoch: u8,
-    /// The VM, which may be in the process or elsewhere.
+    /// Where this side's copy of the VM is.
     pub copy: Copy,
     /// Whether this side holds the disks and devices.
     pub devices: bool,

@@ -40,8 +40,8 @@ pub struct WholeOptions {
     output: Output,
 }
 
-/// Before each migration, the benchmark writes to and frees this many times the guest's memory, as
-/// `dunlin bench whole` does.
+/// Before each migration, the benchmark allocates memory, writes to it and frees it, as
+/// `dunlin bench whole` does. The amount is this multiple of the guest's memory.
 const TOUCHED: u64 = 2;
 /// The part of the memory that stays zero in a guest that halts, in MiB.
 const LEFT_OUT_MIB: u32 = 32;

@@ -38,7 +38,7 @@ impl FromStr for Path {
     fn from_str(text: &str) -> Result<Self, String> {
         let Some((rate, round_trip)) = text.split_once(',') else {
             return Err(format!(
-                "invalid path {text:?}: write RATE,RTT, such as 3G,20ms for 3 GiB/s and 20 ms"
+                "invalid network path {text:?}: write RATE,RTT, such as 3G,20ms for 3 GiB/s and 20 ms"
             ));
         };
         Ok(Self {
@@ -115,14 +115,18 @@ fn buffers(limits: Limits, path: Option<Path>) -> Verdict {
         return Verdict::ok(
             check,
             value,
-            format!("one lane fills the path, which holds {} KiB", product >> 10),
+            format!(
+                "one lane fills the path with {} KiB in flight",
+                product >> 10
+            ),
         );
     }
     Verdict::warn(
         check,
         value,
         format!(
-            "the path holds {} MiB, a lane at most {:.1} MiB at a round trip of {milliseconds} ms",
+            "at a round trip of {milliseconds} ms, {} MiB in flight fill the path, but a lane has \
+             at most {:.1} MiB in flight",
             product >> 20,
             lane as f64 / f64::from(1 << 20),
         ),

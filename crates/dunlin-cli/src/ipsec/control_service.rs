@@ -319,7 +319,7 @@ fn ask_within(socket: &Path, request: Request, limit: Duration) -> Result<Answer
 pub(crate) struct Status {
     #[command(flatten)]
     which: Which,
-    /// First renew the keys with which this host sends.
+    /// Renew the keys with which this host sends, before the sessions are printed.
     #[arg(long)]
     rekey: bool,
     /// Print one JSON object per session.

@@ -194,8 +194,8 @@ pub fn abilities(suite: CipherSuite) -> Result<Abilities, Refused> {
     result
 }
 
-/// Caches a refusal, so that `auto` chooses this process for [`REFUSAL_LIFETIME`]. Called when the
-/// kernel refuses a connection although the probe succeeded.
+/// Caches a refusal, so that for [`REFUSAL_LIFETIME`] `auto` lets this process seal and open records
+/// instead of the kernel. Called when the kernel refuses a connection although the probe succeeded.
 fn remember(suite: CipherSuite, refused: &Refused) {
     if let Some(found) = Cached::of(&Err(refused.clone())) {
         cache()[suite as usize] = Some(found);

@@ -106,7 +106,8 @@ fn moved_under_load(scene: &Scene) {
     println!("under load: {tries} tries for {ROUNDS} moves, at most {most} for one");
 }
 
-/// Returns the CPUs with SAs that carry a reply and the acknowledgements that are sent with it.
+/// Sends a reply from a thread on `cpu`. Returns the CPUs of the SAs that carried the reply, or an
+/// acknowledgement sent with it.
 fn used_by(scene: &Scene, lane: &Lane, cpu: u32) -> Vec<Option<u32>> {
     let Scene { hosts, back, .. } = scene;
     let by = used(back, &hosts.b, &hosts.a, || {

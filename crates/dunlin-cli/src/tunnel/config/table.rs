@@ -259,7 +259,7 @@ pub(super) fn check_exit(
 
 /// Adds a mistake for a route that listens without a peer.
 pub(super) fn lacks_peer(name: &str, listen: &Spanned<String>, found: &mut Found<'_>) {
-    let text = format!("route {name} listens and has no peer: add to = \"HOST:PORT\"");
+    let text = format!("route {name} listens and has no peer: set `to = \"HOST:PORT\"`");
     found.add(&listen.span(), text);
 }
 

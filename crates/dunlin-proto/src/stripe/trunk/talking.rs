@@ -366,8 +366,8 @@ impl<T: Clone> Trunk<T> {
         let Some(one) = self.channels.get(&channel) else {
             return Ok(());
         };
-        // The other side forgets a channel without confirmation only if the channel has ended in
-        // both directions.
+        // The other side may forget a channel without waiting for this side's confirmation only if
+        // the channel has ended in both directions.
         if one.out.eof.is_none() || !one.inn.shut {
             return Err(PeerFault::Impossible { channel });
         }
