@@ -4,6 +4,7 @@ pub mod accounts;
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;
+pub mod aligned;
 pub mod clock;
 pub mod epoll;
 pub mod ethtool;

@@ -8,6 +8,7 @@
 //! the memory use (I8).
 
 use dunlin_lane::sync::lock;
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use std::array;
 use std::sync::{Arc, Mutex};
 
@@ -40,7 +41,7 @@ struct Free {
 #[derive(Debug)]
 struct Memory {
     size: usize,
-    bytes: Mutex<Box<[u8]>>,
+    bytes: Mutex<AlignedBytes>,
 }
 
 /// A part of a buffer with bytes of a channel. Clones share the buffer.
@@ -74,7 +75,7 @@ impl Pool {
         let memory = memory.unwrap_or_else(|| {
             Arc::new(Memory {
                 size,
-                bytes: Mutex::new(vec![0; SMALLEST_BYTES << size].into()),
+                bytes: Mutex::new(AlignedBytes::zeroed(SMALLEST_BYTES << size, LINE_BYTES)),
             })
         });
         Piece {

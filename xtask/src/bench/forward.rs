@@ -10,6 +10,7 @@ use std::thread;
 
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 
 use super::ends::Stream;
 use super::pair::LISTENING;
@@ -137,7 +138,7 @@ fn carry(near: Stream, target: &Place, sealed: Option<Side>) {
 type Move = fn(&Stream, &Stream) -> Result<()>;
 
 fn one_way(mut from: &Stream, mut to: &Stream) -> Result<()> {
-    let mut piece = vec![0; PIECE_BYTES];
+    let mut piece = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
     loop {
         let count = from.read(&mut piece)?;
         if count == 0 {

@@ -13,6 +13,7 @@ use dunlin_lane::provider::{CipherSuite, Provider};
 use dunlin_lane::record::{
     CONTENT_BYTES, HEADER_BYTES, OVERHEAD_BYTES, OpenHalf, Opened, RECORD_BYTES, SealHalf,
 };
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 
 use super::ends::Stream;
 
@@ -33,7 +34,7 @@ pub(super) fn provider() -> Provider {
 /// allows.
 pub(super) fn seal(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut half = SealHalf::new(provider(), SUITE, &KEY, IV, 0)?;
-    let mut records = vec![0; RECORDS * RECORD_BYTES];
+    let mut records = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
     loop {
         let contents = records.chunks_exact_mut(RECORD_BYTES);
         let contents = contents.map(|record| &mut record[HEADER_BYTES..][..CONTENT_BYTES]);
@@ -59,7 +60,7 @@ fn sealed_bytes(content: usize) -> usize {
 /// Reads records until the end of the stream, and writes their content.
 pub(super) fn open(mut from: &Stream, to: &Stream) -> Result<()> {
     let mut half = OpenHalf::new(provider(), SUITE, &KEY, IV, 0)?;
-    let mut buffer = vec![0; RECORDS * RECORD_BYTES];
+    let mut buffer = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
     let mut filled = 0;
     loop {
         let count = from.read(&mut buffer[filled..])?;

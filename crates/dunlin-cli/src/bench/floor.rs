@@ -21,6 +21,7 @@ use dunlin::lane::record::{
     CONTENT_BYTES, HEADER_BYTES, OVERHEAD_BYTES, OpenHalf, Opened, RECORD_BYTES, SealHalf,
 };
 use dunlin::vm_memory::{ReadVolatile, WriteVolatile};
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 
 use super::rig::{Spent, Work, connection, in_step};
 
@@ -101,7 +102,7 @@ fn seal_and_open(
     let work = shares(bytes, 2 * lanes).into_iter().map(|range| -> Work {
         Box::new(move || {
             let (mut seal, mut open) = halves(provider)?;
-            let mut records = vec![0; RECORDS * RECORD_BYTES];
+            let mut records = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
             for (offset, length) in batches(range) {
                 let from = source.slice(0, offset, length)?;
                 let to = target.slice(0, offset, length)?;

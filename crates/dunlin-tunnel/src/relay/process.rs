@@ -7,6 +7,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_linux::socket::wait_writable;
@@ -34,7 +35,7 @@ const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_R
 impl Channel {
     /// Carries the hypervisor's bytes to the peer.
     pub(super) fn carry_out(&self, tls: &Process) -> Result<(), Failure> {
-        let mut content = vec![0; PIECE_BYTES];
+        let mut content = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
         loop {
             let count = match self.plain.read(&mut content[..self.limited(PIECE_BYTES)]) {
                 Ok(count) => count,
@@ -42,7 +43,7 @@ impl Channel {
                     drop(std::mem::take(&mut content));
                     drop(std::mem::take(&mut *lock(&tls.sending)));
                     self.wait(&self.plain);
-                    content = vec![0; PIECE_BYTES];
+                    content = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
                     continue;
                 }
                 Err(error) => return Err(of_hypervisor(&error)),
@@ -91,7 +92,7 @@ impl Channel {
 
     /// Carries the peer's bytes to the hypervisor.
     pub(super) fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
-        let mut records = vec![0; PIECE_BYTES];
+        let mut records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
         let mut content = Vec::with_capacity(PIECE_BYTES);
         let mut filled = 0;
         loop {
@@ -102,7 +103,7 @@ impl Channel {
                     if filled == 0 {
                         drop((std::mem::take(&mut records), std::mem::take(&mut content)));
                         self.wait(&self.tls);
-                        records = vec![0; PIECE_BYTES];
+                        records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
                         content = Vec::with_capacity(PIECE_BYTES);
                     }
                     continue;

@@ -8,6 +8,7 @@ use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls::{self, Received};
 use dunlin_linux::socket::unread_bytes;
@@ -84,7 +85,7 @@ pub struct DataReceiver {
     security: Security,
     /// Kept until the lane ends.
     guard: Option<Box<dyn LaneGuard>>,
-    buffer: Box<[u8]>,
+    buffer: AlignedBytes,
     /// Received bytes that are not opened yet.
     sealed: Range<usize>,
     /// The range of opened bytes that are not consumed yet; precedes `sealed`.
@@ -148,7 +149,7 @@ impl DataReceiver {
             link,
             security,
             guard,
-            buffer: vec![0; RECEIVE_BYTES].into(),
+            buffer: AlignedBytes::zeroed(RECEIVE_BYTES, LINE_BYTES),
             sealed: 0..0,
             opened: 0..0,
             stall_limit,

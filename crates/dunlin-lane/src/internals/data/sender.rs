@@ -4,6 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
@@ -32,6 +33,15 @@ const REASON_WAIT: Duration = Duration::from_millis(200);
 /// copying a page costs less than sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
+/// The payload's first record, or the payload itself on a plain lane, begins at most this many bytes
+/// behind the beginning of the buffer, and at most [`LINE_BYTES`] less.
+///
+/// Formula: the buffer begins at a page, and frames begin at a multiple of [`LINE_BYTES`], from which
+/// the kernel copies fast. The positions of the records in their pages are then between 96 and 512,
+/// so copies from pages of guest memory are fast too. See [`dunlin_linux::aligned`].
+const FRONT: usize = HEADER_LIMIT_BYTES + 160;
+const _: () = assert!(HEADER_LIMIT_BYTES.is_multiple_of(PAGE_BYTES));
+const _: () = assert!(FRONT >= HEADER_LIMIT_BYTES + OVERHEAD_BYTES + LINE_BYTES);
 
 /// Why a frame could not be sent. The lane must be closed, because the peer may have received part
 /// of the frame. After [`SendError::HeaderTooLong`], however, nothing was sent, and the lane can
@@ -97,7 +107,7 @@ pub struct DataSender {
     link: Link,
     security: Security,
     /// Space for the header, followed by the contiguous records of a full frame.
-    buffer: Box<[u8]>,
+    buffer: AlignedBytes,
     layout: Layout,
     stall_limit: Duration,
     counters: Counters,
@@ -229,7 +239,7 @@ impl DataSender {
         Ok(Self {
             link,
             security,
-            buffer: vec![0; layout.front + RECORDS_PER_FRAME * layout.stride].into(),
+            buffer: AlignedBytes::zeroed(FRONT + RECORDS_PER_FRAME * layout.stride, PAGE_BYTES),
             layout,
             stall_limit,
             counters: Counters::default(),
@@ -350,17 +360,19 @@ impl DataSender {
         }
         let filled = payload.len();
         let Layout {
-            front,
             lead,
             stride,
             overhead,
         } = self.layout;
         let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
-        let start = match bytes {
-            0 => front,
-            _ if shares => front - bytes,
-            _ => front - overhead - bytes,
+        // The bytes before the payload, or before the rest of the record that the payload shares.
+        let before = match bytes {
+            0 => 0,
+            _ if shares => bytes,
+            _ => overhead + bytes,
         };
+        let start = (FRONT - before) / LINE_BYTES * LINE_BYTES;
+        let front = start + before;
         self.buffer[start + lead..][..bytes].copy_from_slice(header);
         let mut end = front;
         // Until all of the frame is written, the lane counts as failed, because a frame that fails
@@ -599,8 +611,6 @@ impl Payload<'_, '_> {
 /// makes TLS records, which have an overhead.
 #[derive(Clone, Copy)]
 struct Layout {
-    /// The position at which the header's record ends and the first payload record begins.
-    front: usize,
     /// The number of bytes before the content of a record.
     lead: usize,
     /// The distance between the beginnings of full records.
@@ -616,7 +626,6 @@ impl Layout {
             Security::Kernel(_) | Security::Plain => (0, 0),
         };
         Self {
-            front: HEADER_LIMIT_BYTES + overhead,
             lead,
             stride: CONTENT_BYTES + overhead,
             overhead,

@@ -5,6 +5,7 @@ use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_proto::fuzz::Choices;
 use vm_memory::VolatileSlice;
 
@@ -62,7 +63,7 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
         },
         security: Security::Tls(Box::new(Keys { seal, open })),
         guard: None,
-        buffer: vec![0; RECEIVE_BYTES].into(),
+        buffer: AlignedBytes::zeroed(RECEIVE_BYTES, LINE_BYTES),
         sealed: 0..0,
         opened: 0..0,
         stall_limit: Duration::from_secs(10),
