@@ -390,7 +390,8 @@ struct Source {
     /// Methods and associated functions that the file defines, except those of traits, each with
     /// its type.
     methods: Vec<(Named, String)>,
-    /// Calls `self.method()`, `Self::function()` and `Type::function()`, each with the type.
+    /// The calls of the forms `self.method()`, `Self::function()` and `Type::function()`, each with
+    /// the type.
     calls: Vec<(Named, String)>,
     /// The type of the `impl` block that is being read.
     implemented: Option<Named>,

@@ -125,7 +125,7 @@ impl Init {
                  [route.{route}-to-{label}]\n\
                  listen = \"unix:/run/dunlin/{route}-to-{label}.sock\"\n\
                  to = \"{}\"\n\
-                 # Who may connect, unless the hypervisor runs as root (docs/tunnel/operation.md):\n\
+                 # Who may connect, if the hypervisor does not run as root (docs/tunnel/operation.md):\n\
                  #socket_group = \"libvirt-qemu\"\n\
                  #socket_mode = \"0660\"\n\
                  # The maximum rate of this host in bytes per second, and the number of its lanes.\n\

@@ -314,9 +314,9 @@ impl Shared {
         is_agreed.then_some(false)
     }
 
-    /// Moves the packets that this side sends on each accepted lane to the SA of one CPU. This is
-    /// the CPU that received the lane's last packet before the call of [`IpsecLanes::covers`]. If
-    /// that CPU has no SA, requests one and moves the lane when the SA is installed.
+    /// For each accepted lane, moves the packets that this side sends to the SA of a CPU: the CPU on
+    /// which the lane's last packet had arrived when [`IpsecLanes::covers`] was called. If that CPU
+    /// has no SA, requests one and moves the lane when the SA is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {

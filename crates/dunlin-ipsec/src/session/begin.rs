@@ -186,7 +186,8 @@ impl Driver {
 
 /// The records and policies that earlier sessions left.
 struct Inheritance {
-    /// The records, each with the number of its objects before the SAs were removed.
+    /// The records, each with the number of its SAs and policies that the kernel still had before
+    /// this process removed the SAs.
     records: Vec<(Record, usize)>,
     /// The policies that block the ports of those sessions, except policies that the kernel no
     /// longer has.

@@ -150,7 +150,7 @@ impl Policy {
 pub struct Encapsulation {
     /// The port of the sealing host.
     pub source_port: u16,
-    /// The port on which the opening host listens.
+    /// The port on which the host that opens the packets listens.
     pub destination_port: u16,
 }
 

@@ -195,7 +195,8 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
         went(Sender::Cpu(1)) < went(Sender::Cpu(3)),
         "{begun:?} {by:?}"
     );
-    // Now the lane's thread refreshes the route. If that fails, the thread tries again.
+    // Now the lane's thread refreshes the route, and tries again if that fails. So the test sends
+    // until the bytes go through the SA of CPU 1.
     loop {
         let before = near.carried();
         lane.send();

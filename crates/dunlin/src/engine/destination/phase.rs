@@ -99,7 +99,10 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     attempt.fault = Some(fault);
     if let Err(impossible) = take(phase, event) {
         // This is a bug, because every state that waits accepts a failure.
-        let text = format!("no state accepts this failure: {}", impossible.for_peer());
+        let text = format!(
+            "the state machine has no transition for this failure: {}",
+            impossible.for_peer()
+        );
         phase.arriving().session.warn(text);
     }
 }

@@ -81,7 +81,10 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
     }
     take(phase, event).unwrap_or_else(|impossible| {
         // This is a bug, because every state that waits accepts a failure.
-        let text = format!("no state accepts this failure: {}", impossible.for_peer());
+        let text = format!(
+            "the state machine has no transition for this failure: {}",
+            impossible.for_peer()
+        );
         phase.session().warn(text);
         &[]
     })
