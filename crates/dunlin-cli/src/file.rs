@@ -7,8 +7,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 /// Replaces a file in one step, so that a reader sees the old or the new text. Creates its
-/// directory if necessary. A link stays a link. An existing file keeps its owner and mode; a new
-/// one gets `mode`.
+/// directory if necessary. If `path` is a symbolic link, replaces the file to which the link leads.
+/// An existing file keeps its owner and mode; a new one gets `mode`.
 pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
     let what = || format!("cannot write {}", path.display());
     if let Some(directory) = path.parent() {

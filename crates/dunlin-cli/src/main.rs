@@ -110,8 +110,9 @@ enum Command {
 
 fn main() -> ExitCode {
     let helper = handoff::helper(std::env::args_os().collect());
-    // The caller of a helper reads standard output and expects only descriptions of sockets there.
-    // After a failure, a helper therefore prints nothing there, even with `--json`.
+    // A toolstack runs the helper, `dunlin handoff connect`, and expects only descriptions of
+    // sockets on standard output. After a failure, the helper therefore prints nothing there, even
+    // with `--json`.
     let (cli, json) = match helper {
         Some(words) => (
             Cli::try_parse_from(words).map_err(|error| handoff::refused(&error)),

@@ -22,12 +22,13 @@ use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The test searches for parts of a canary of this length in bytes.
+/// The length in bytes of the parts of a canary for which the test searches.
 const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
 
-/// The test also searches for parts of a canary of this length as integers of more than one byte.
+/// The length in bytes of the parts of a canary for which the test searches as integers of two,
+/// four or eight bytes.
 const WORDS_BYTES: usize = 8;
 
 /// What may separate two integers: the formats of Rust's `Debug`, and what programs print.

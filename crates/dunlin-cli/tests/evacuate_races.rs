@@ -60,7 +60,7 @@ fn i1_a_vm_that_arrives_while_the_hosts_are_asked_is_not_in_doubt() {
     virsh.mark(0, "lands");
     let done = run(&virsh, "").expect(0);
     assert_eq!(counts(&done.last()), [2, 2, 0, 0], "{}", done.out);
-    // A VM that both hosts run is in doubt, in a plan too.
+    // A VM that both hosts run is in doubt, also for a dry run.
     let virsh = Virsh::new(1);
     virsh.mark(0, "b");
     run(&virsh, "--dry-run").expect(3);

@@ -121,7 +121,7 @@ fn connections_have_an_sa_and_a_policy_each_and_udp_a_listener() {
     assert_eq!(
         protecting.count(),
         4,
-        "one for each connection, and for the ports"
+        "two for the connections and two for the ports"
     );
 }
 

@@ -1,6 +1,6 @@
-//! Rate limits of several VMs that leave one host for another over a limited link: the budget of the
-//! destination (`vm receive --rate`), that of each VM (`vm migrate --rate`), and the sum of those at
-//! the source.
+//! Rate limits of several VMs that leave one host for another over a limited link: the
+//! destination's budget for all VMs (`vm receive --rate`), the limit of each VM
+//! (`vm migrate --rate`), and the sum of the VMs' limits.
 #![allow(clippy::unwrap_used)]
 
 mod support;

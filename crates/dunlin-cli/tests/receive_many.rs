@@ -24,8 +24,9 @@ struct Cost {
 }
 
 /// What a process with this number of guests needs besides their memory. `beside` is the process's
-/// peak memory, less the present memory of the guests, which has never been larger. So `beside` is
-/// at least the present value, and at most the peak, of the memory that is not the guests'.
+/// peak memory, less the present memory of the guests. The guests' memory has never been larger
+/// than now. `beside` therefore lies between the present size and the peak size of all other
+/// memory.
 fn cost(pid: u32, guests: usize) -> Cost {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let mut guest = 0;

@@ -437,8 +437,8 @@ fn i6_an_apply_that_fails_changes_nothing() {
     fail();
     assert_eq!(table(), before);
 
-    // Simulate a boot: no rules, and no files in /run. If `apply` fails then, it loads the rules of the
-    // last `apply` that succeeded.
+    // Simulate a boot: no rules, and no files in /run. If `apply` fails in this state, it loads the
+    // rules of the last `apply` that succeeded.
     nft(&net.a, &["delete table inet dunlin"]).expect(0);
     let name = net.a.namespace();
     fs::remove_dir_all(net.scratch.join(format!("{name}.run"))).unwrap();

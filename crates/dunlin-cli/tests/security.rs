@@ -187,7 +187,7 @@ fn files_and_sockets_of_a_process_are_private() {
     let state = hosts.scratch.join("state");
     assert_eq!(mode(&state), 0o700);
     let journals: Vec<_> = fs::read_dir(&state).unwrap().map(Result::unwrap).collect();
-    assert_eq!(journals.len(), 2, "not one journal of each side");
+    assert_eq!(journals.len(), 2, "expected one journal of each side");
     for journal in journals {
         assert_eq!(mode(&journal.path()), 0o600, "{journal:?}");
     }

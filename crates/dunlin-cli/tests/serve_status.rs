@@ -38,7 +38,7 @@ fn status_socket(control: &Path) -> PathBuf {
 /// The text that a status socket writes to a client that sends `bytes`.
 fn read_socket(socket: &Path, bytes: &[u8]) -> String {
     let mut stream = with_timeout(UnixStream::connect(socket).unwrap());
-    // The process may close the connection before it has the bytes.
+    // The process may close the connection before it has received the bytes.
     let _ = stream.write_all(bytes);
     let mut text = Vec::new();
     let _ = stream.read_to_end(&mut text);
@@ -201,7 +201,7 @@ fn i2_a_migration_does_not_depend_on_the_history() {
 #[test]
 fn a_status_socket_takes_no_requests() {
     let hosts = Hosts::new();
-    // Run without confinement, so that only the status socket itself can ignore the requests.
+    // Run without confinement: the code of the status socket itself must ignore the requests.
     let source = hosts.run("from", &format!("{GUEST} --confine no"));
     let destination = hosts.receive("b", "to", "");
     let migration = hosts.begin(&source, &destination, "a", "--peer b.test --rate 2M");

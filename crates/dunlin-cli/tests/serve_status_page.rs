@@ -113,8 +113,8 @@ fn a_browser_shows_the_page_and_reports_no_violation() {
     migration.signal("INT");
 }
 
-/// A site with a name that resolves to this host gets no answer, and a page of another site cannot
-/// read one.
+/// A request for an unknown host name that resolves to this host does not get the status. A script
+/// in a page of another site cannot read the status.
 ///
 /// Claim H20 of docs/security.
 #[test]

@@ -80,7 +80,7 @@ fn the_segments_that_a_lane_of_a_vm_sends_again_are_counted() {
         let lanes = lanes.into_iter().flatten();
         lanes.map(|lane| lane[1].as_u64().unwrap()).collect()
     };
-    // On a busy machine TCP may also send segments again that were not lost.
+    // On a busy machine TCP may also resend segments that were not lost.
     let status = page.wait_for("two lanes", |status| retransmits(status).len() == 2);
     let before = retransmits(&status);
 

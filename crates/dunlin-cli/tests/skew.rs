@@ -268,8 +268,8 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // The source waits for *ready* before it commits, so delay the answers or messages by only
-        // a few seconds until then.
+        // The source commits only after it has received *ready*. Until that time, delay the answers
+        // or messages by only a few seconds.
         let held = Duration::from_secs(3);
         match recorded {
             Recorded::Running => proxy.hold(held),

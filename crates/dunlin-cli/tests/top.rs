@@ -34,7 +34,7 @@ fn top(hosts: &Hosts, control: &std::path::Path) -> Command {
     command
 }
 
-/// Waits for the end, and asserts that a shell could use the terminal.
+/// Waits until `dunlin top` ends, and asserts that a shell could use the terminal after that.
 fn assert_restored(mut terminal: Terminal, code: i32) {
     assert_eq!(exit_code(&mut terminal.child), Some(code));
     let shown = |screen: &terminal::Screen| !screen.alternate && !screen.hides_cursor;
@@ -296,7 +296,7 @@ fn doctor_shows_what_it_waits_for() {
     command.arg(&config);
     let mut terminal = Terminal::start(&command, 200, 100);
     terminal.wait_for(&format!("examining this host, {to} (2 s)"));
-    // The kernel resets the connection.
+    // When the listener is closed, the kernel resets the connection of `dunlin doctor`.
     drop(silent);
     assert_eq!(exit_code(&mut terminal.child), Some(1));
     let cleared = |screen: &terminal::Screen| screen.has("peer.path") && !screen.has("examining");

@@ -55,7 +55,7 @@ fn if_a_tunnel_or_a_hosts_rules_are_gone_nothing_leaves_in_the_clear() {
         scene.start(side);
     }
 
-    // The target rejects what comes from the wire.
+    // Without the source's rules, the connection leaves in the clear, and the target rejects it.
     scene.run(Side::A, "nft flush ruleset").expect(0);
     let tried = scene.fails(Side::A, &vm, "");
     assert!(tried.keys().any(|port| PORTS.contains(port)), "{tried:?}");

@@ -135,7 +135,7 @@ fn without_the_packet_filter_one_command_migrates_a_machine_and_back() {
         );
     }
 
-    // Without B's tunnel a migration fails when B's host has refused connections for a second. The
+    // Without B's tunnel a migration fails after B's host has refused connections for a second. The
     // VM stays, and no socket is left.
     scene.tunnels[Side::B as usize] = None;
     let wire = scene.count(&[&vm]);

@@ -48,7 +48,7 @@ fn counted(at: impl Fn(&Command) -> Command) -> u64 {
     counter.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// The near host *a*. Its route leads to the far host *b*.
+/// The tunnels of the near host *a* and the far host *b*. The route of *a* leads to *b*.
 struct Scene {
     hosts: Hosts,
     near: Tunnel,

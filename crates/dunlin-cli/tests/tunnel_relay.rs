@@ -153,14 +153,14 @@ where
         assert_eq!(
             (&far).read_once(&mut [0]).unwrap(),
             0,
-            "the near end was not passed on"
+            "the near side's end of stream was not passed on"
         );
         end_far(&far);
     });
     assert_eq!(
         (&near).read_once(&mut [0]).unwrap(),
         0,
-        "the far end was not passed on"
+        "the far side's end of stream was not passed on"
     );
 }
 

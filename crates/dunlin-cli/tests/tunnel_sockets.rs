@@ -42,7 +42,7 @@ fn owner_and_mode(path: &Path) -> (u32, u32, u32) {
     (found.uid(), found.gid(), found.mode() & 0o7777)
 }
 
-/// Two hosts with one route, `in` to `out`, with further keys at the near end.
+/// Two hosts with one route, `in` to `out`. The near end's configuration has further keys.
 struct Scene {
     hosts: Hosts,
     near: Tunnel,

@@ -16,7 +16,7 @@ use dunlin_lane::control::{self, ControlStream, OpenError};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
 use dunlin_lane::policy::ClientTls;
 
-/// The interval at which `given_up` is polled.
+/// The interval at which a starting session checks whether its caller has given up.
 const LOOK: Duration = Duration::from_millis(100);
 /// Connects to a [`Server`](super::Server) at `to` and returns when the ports are protected on both
 /// hosts. `cancel` ends the attempt.

@@ -46,8 +46,8 @@ pub use owner::Owner;
 const EXTENSION: &str = "ipsec";
 /// The extension of a record that is being rewritten.
 const NEW_EXTENSION: &str = "new";
-/// The maximum size of a record, in bytes. The lines of two epochs, with as many lines for removed
-/// objects, need far less.
+/// The maximum size of a record, in bytes. The lines of the SAs before and after a rekey, with as
+/// many lines for removed objects, need far less.
 const MOST_BYTES: u64 = 64 << 20;
 /// A record is rewritten when its number of lines exceeds twice the number of its remaining objects
 /// by more than this value.

@@ -170,8 +170,8 @@ impl Drop for Session {
 
 /// Removes the policies and SAs that dead processes left in this network namespace. Policies that
 /// block previously protected ports stay until a new session takes the ports over. If the owner of
-/// a dead session had requested its end, its ports are freed when no connection uses them. The
-/// observer is notified of policies and SAs that cannot be removed.
+/// a dead session had requested the session's end, the session's ports are freed when no connection
+/// uses them. The observer is notified of policies and SAs that cannot be removed.
 ///
 /// # Errors
 /// The directory of records is not usable, another process holds its lock for too long, or the

@@ -4,7 +4,8 @@
 //! instruction copies up to 15 times more slowly if the destination is 1 to 15 bytes behind the
 //! source, and up to 2 times more slowly if it is 16 to 31 bytes behind, where both addresses count
 //! modulo 4096. A socket's buffers usually begin at a page, so the speed depends on the address of
-//! the memory in the process. With a multiple of 64, the copy is fast in both directions.
+//! the memory in the process. If that address is a multiple of 64, the copy is fast in both
+//! directions.
 
 use std::ops::{Deref, DerefMut};
 

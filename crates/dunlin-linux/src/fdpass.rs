@@ -84,8 +84,8 @@ pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
 }
 
 /// Whether the peer of a unix stream socket has read all that was sent, or has closed its end
-/// (`SIOCOUTQ`, `unix_outq_len` in net/unix/af_unix.c). The peer's end of a connection that was
-/// never accepted is closed with its listener.
+/// (`SIOCOUTQ`, `unix_outq_len` in net/unix/af_unix.c). If the peer never accepts the connection,
+/// the peer's end is closed when its listener is closed.
 ///
 /// # Errors
 /// An error from ioctl(2).

@@ -13,9 +13,9 @@
 //! Reading the entries of 1 GiB takes 2 MiB of reads and populates nothing
 //! (Documentation/admin-guide/mm/pagemap.rst). The page table of a shared mapping lacks pages that
 //! only another process wrote, and mincore(2) reports swapped-out pages as absent. lseek(2) on the
-//! file reports such pages as data, so this module finds the file among this process's descriptors
-//! by device and inode. It does not use the caller's file and offset, which could be wrong.
-//! lseek(2) reports no holes in files of huge pages, so all of that memory may hold data.
+//! file reports both kinds of pages as data, so this module finds the file among this process's
+//! descriptors by device and inode. It does not use the caller's file and offset, which could be
+//! wrong. lseek(2) reports no holes in files of huge pages, so all of that memory may hold data.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -1,7 +1,7 @@
 //! Socket options that `rustix` does not offer (setsockopt(2), getsockopt(2)).
 //!
 //! The module is private to this crate, because its functions are safe only for options that
-//! contain no address. The crate uses only such options.
+//! contain no pointer. The crate uses only such options.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -17,7 +17,7 @@ pub(crate) fn set(
     value: &[u8],
 ) -> io::Result<()> {
     // SAFETY: `value` is initialised, lives through the call, and is passed with its length; the
-    // kernel only reads it. It contains no address (see the module's documentation). The descriptor
+    // kernel only reads it. It contains no pointer (see the module's documentation). The descriptor
     // is borrowed, hence open.
     let status = unsafe {
         libc::setsockopt(

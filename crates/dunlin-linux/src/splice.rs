@@ -81,8 +81,8 @@ impl Conduit {
 }
 
 fn splice(from: impl AsFd, to: impl AsFd, most: usize) -> io::Result<usize> {
-    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. If the socket has kernel
-    // TLS, the flag also keeps the call from waiting for the socket.
+    // SPLICE_F_NONBLOCK: the call does not wait if the pipe is full or empty. If the socket has
+    // kernel TLS, the flag also keeps the call from waiting for the socket.
     let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
     let count = retry_on_intr(|| rustix::pipe::splice(&from, None, &to, None, most, flags))?;
     Ok(count)

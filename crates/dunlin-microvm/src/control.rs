@@ -363,7 +363,8 @@ mod tests {
             let failed = control.load(|| Err::<(), _>(ControlError::Started));
             assert!(matches!(failed, Err(ControlError::Started)));
             let state = wait.recv_timeout(LIMIT);
-            // Ends the thread in any case, so that a failure does not wait for it.
+            // End the thread before the assertion: the scope waits for the thread even if the
+            // assertion fails.
             control.end(VmState::Failed(String::new()), || {});
             control.exit(|| {});
             assert!(matches!(state, Ok(VmState::Failed(_))), "{state:?}");

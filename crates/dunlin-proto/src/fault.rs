@@ -1,9 +1,9 @@
 //! Reasons to refuse or end a session, a lane or a channel: a stable code, the party at fault, and
 //! advice.
 //!
-//! The codes travel in messages such as *refuse*, *cancel* and *lane refused*, and start the
-//! message with which a process exits. A code never changes its meaning. Codes unknown to this
-//! release are kept unchanged.
+//! The codes travel in messages such as *refuse*, *cancel* and *lane refused*. If a command fails,
+//! its error message ends with the name of the code. A code never changes its meaning. Codes
+//! unknown to this release are kept unchanged.
 
 use std::fmt;
 

@@ -1,8 +1,8 @@
 //! Reads and writes bounded little-endian bytes. Every codec of this crate uses this module.
 //!
 //! Fields follow one another without padding. A text or list is preceded by a 16-bit count,
-//! opaque bytes by a 32-bit count. Each count is compared with the field's limit *and* with
-//! the bytes that are left before anything is allocated (I7). Extension fields follow a
+//! opaque bytes by a 32-bit count. Before anything is allocated, each count is compared with
+//! the field's limit *and* with the number of unread bytes (I7). Extension fields follow a
 //! message's fixed part. Later releases use them to extend a message without a new version:
 //!
 //! | bytes | field |

@@ -71,8 +71,8 @@ pub enum Event {
         /// The reason why the lane was lost or could not be opened.
         why: String,
     },
-    /// For a fifth of [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk has not
-    /// answered, or the peer of a relay has taken none of the bytes that wait for it.
+    /// For a fifth of the time [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk
+    /// has not answered, or the peer of a relay has taken none of the bytes that wait for it.
     PeerSilent {
         /// The peer's name.
         peer: String,

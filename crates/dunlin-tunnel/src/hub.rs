@@ -112,7 +112,7 @@ pub(super) struct Core {
 #[derive(Clone, Copy, Default)]
 struct Wakes {
     talker: bool,
-    /// How many to wake of the lanes' threads that wait for work.
+    /// The number of lanes' threads to wake among those that wait for work.
     followers: usize,
     /// The thread that watches the sockets to read from.
     watcher: bool,

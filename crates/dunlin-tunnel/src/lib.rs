@@ -182,9 +182,9 @@ impl TunnelBuilder<'_> {
         Self { observer, ..self }
     }
 
-    /// Sets how to answer [`Tunnel::report`] of peers that may use one of this side's targets.
-    /// `reporter` makes a text of at most [`MAX_REPORT_BYTES`], at most once a second for each
-    /// trunk. Without a reporter the tunnel refuses such requests.
+    /// Sets the answer to peers that call [`Tunnel::report`] and may use one of this side's
+    /// targets. `reporter` makes a text of at most [`MAX_REPORT_BYTES`], at most once a second for
+    /// each trunk. Without a reporter the tunnel refuses such requests.
     pub fn report(self, reporter: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let reporter = Some(Box::new(reporter) as Reporter);
         Self { reporter, ..self }
@@ -249,7 +249,8 @@ impl Tunnel {
         check_sealed(sealed.is_some(), routes)?;
         let address = listener.as_ref().map(TcpListener::local_addr).transpose()?;
         let tls = identities.server(routes)?;
-        // Check now that the identity can connect, not only when the first connection arrives.
+        // Check now that the tunnel can connect with this identity. Otherwise, only the first
+        // connection would show the error.
         identities.client(Peers::OneOf(Vec::new()))?;
         let (events, queue) = sync_channel(EVENTS);
         let (limits, own) = (limits.bounded(), identities.clone());

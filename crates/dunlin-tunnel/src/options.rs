@@ -222,8 +222,8 @@ impl Routes {
     }
 
     /// Adds the exits of relays. The entrance of a relay is an [`Entrance`] with [`Mode::Relay`] or
-    /// [`Mode::RelayAt`]. A relay may have the name of an exit with the same target and the same
-    /// peers.
+    /// [`Mode::RelayAt`]. A relay may have the same name as an exit if both have the same target
+    /// and the same peers.
     ///
     /// # Errors
     /// [`BadRoute`], for the first invalid route.

@@ -15,8 +15,8 @@ use dunlin_lane::accept::{self, Arrival};
 use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_lane::policy::ServerTls;
 
-/// The maximum number of control lanes with an authenticated peer that still negotiate a trunk. Each
-/// has a thread until then.
+/// The maximum number of control lanes that still negotiate a trunk after the peer has been
+/// authenticated. Each has a thread until the negotiation ends.
 const HANDSHAKES: usize = 64;
 /// The maximum number of control lanes of one peer that still negotiate a trunk, so that one peer
 /// cannot block others.

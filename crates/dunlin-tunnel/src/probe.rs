@@ -161,7 +161,7 @@ fn read(mut stream: &UnixStream, until: Instant) -> io::Result<String> {
     String::from_utf8(bytes).map_err(not_text)
 }
 
-/// Writes `bytes` to one end of a connection while it reads them from the same end.
+/// Writes `bytes` bytes to a connection, and at the same time reads the returning bytes from it.
 fn exchange(stream: &UnixStream, bytes: u64, began: Instant) -> io::Result<Probe> {
     stream.set_read_timeout(Some(TIMEOUT))?;
     stream.set_write_timeout(Some(TIMEOUT))?;

@@ -45,7 +45,7 @@ pub(super) struct Reached {
 }
 
 impl ReachedSockets {
-    /// Adds a channel to the socket at `path`, before it connects.
+    /// Adds a channel to the socket at `path`, before the channel connects.
     ///
     /// # Errors
     /// Open channels are connected to an earlier socket at the path, or stat(2) fails, for example
@@ -96,9 +96,8 @@ impl Drop for Reached {
     }
 }
 
-/// A connection owns its tally. `Reached` is a tally so that the connection drops it when it is
-/// closed. Until then, the channel counts as connected to the socket. `Reached` ignores all
-/// reports.
+/// A connection owns its tally. `Reached` is a tally so that the end of the connection drops it.
+/// Until then, the channel counts as connected to the socket. `Reached` ignores all reports.
 impl Tally for Reached {
     fn begins(&self) {}
 

@@ -57,8 +57,8 @@ pub enum Target {
     /// A program and its arguments. It is started once per channel, with the channel as its
     /// standard input and output.
     Exec(Vec<String>),
-    /// The port that the channel's parameter `port` names, if it is one of `ports`, at the first of
-    /// the local `addresses` that accepts the connection.
+    /// The port that the channel's parameter `port` names; it must be one of `ports`. The channel
+    /// is connected to that port at the first of the local `addresses` that accepts the connection.
     Ports {
         /// The addresses, in the order in which they are tried.
         addresses: Vec<IpAddr>,
@@ -103,7 +103,7 @@ impl fmt::Display for Target {
     }
 }
 
-/// The end of a relay that accepts TLS clients.
+/// The side of a relay that accepts TLS clients.
 #[derive(Clone, Debug)]
 pub struct RelayExit {
     /// The route's name, for its rate limit, its counters and the log. TLS clients do not send it.

@@ -305,8 +305,8 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
 }
 
 /// Dials the control lane until it is up or the trunk has ended. If no lane is open and the peer's
-/// host refuses the connections for some time, the peer's process has ended. In that case this ends
-/// the trunk.
+/// host refuses the connections for some time, the peer's process has ended. This function then
+/// ends the trunk.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;

@@ -39,8 +39,8 @@ use dunlin_lane::security::{acceptor, dialer};
 /// hypervisor with the maximum number of channels.
 const WAITING: usize = 512;
 /// The maximum number of trunks with one peer. A peer needs one trunk for each set of identities
-/// that routes allow, in either direction. Trunks that have lost the peer but have not detected that
-/// yet are included.
+/// that routes allow, in either direction. The maximum also counts trunks that have lost the peer
+/// but have not detected that yet.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {

@@ -268,7 +268,8 @@ fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     (far, events, peer)
 }
 
-/// A keying session protects the ports of the side that begins it.
+/// Each side dials its own lanes, because a keying session protects the ports of the side that
+/// begins the session.
 #[test]
 fn over_ipsec_each_side_opens_the_lanes_on_which_it_sends_in_version_2_too() {
     let (far, _events, tls) = far_over_ipsec(&Arc::default());

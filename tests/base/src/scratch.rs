@@ -145,7 +145,7 @@ mod tests {
             let mut command = Command::new("sleep");
             command.arg("600").stdout(Stdio::null()).spawn().unwrap()
         };
-        // `left` was created by a process that has ended; `child` is recorded in it.
+        // The directory `left` is that of a process that has ended, and `child` is recorded in it.
         let (mut child, mut dead, mut living) = (sleeper(), sleeper(), sleeper());
         let name = |id| Maker::process(id).unwrap().prefix() + "-0";
         let left = Scratch(parent.join(name(dead.id())));

@@ -205,9 +205,9 @@ fn call_for(socket: UnixStream, mut command: Command) -> Called {
 pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     let mut called = connect(stunnel.port, more);
     assert_eq!(called.code, Some(0), "{called:?}");
-    // OpenSSL makes the pool's certificate an authority, and the command warns about that. With
-    // `--peer` it verifies only a name, and with `--no-verify` nothing at all; then it does not
-    // warn.
+    // OpenSSL makes the pool's certificate an authority, and the command warns about that. It does
+    // not warn with `--peer`, which verifies only a name, and with `--no-verify`, which verifies
+    // nothing.
     let warns = !more.contains(&"--no-verify") && !more.contains(&"--peer");
     let is_warning = |line: &str| line.starts_with("dunlin: warning: ");
     assert!(called.err.lines().all(is_warning), "{called:?}");

@@ -19,7 +19,7 @@ pub struct World {
     pub budget: Budget,
     /// Whether the guest runs at the destination after the migration. Otherwise it stays paused.
     pub run: bool,
-    /// Past events, which only the properties use.
+    /// Past events, which only the checks in `property` read.
     pub history: History,
 }
 
@@ -45,7 +45,7 @@ pub struct SourceSide {
     pub journal: SourceRecord,
     /// The epoch of the newest control lane. It is on disk too.
     pub epoch: u8,
-    /// Where this side's copy of the VM is.
+    /// The state of this side's copy of the VM.
     pub copy: Copy,
     /// Whether this side holds the disks and devices.
     pub devices: bool,
@@ -60,7 +60,7 @@ pub struct DestinationSide {
     pub journal: Option<DestinationRecord>,
     /// The newest epoch of a control lane that this process has seen.
     pub epoch: u8,
-    /// The VM.
+    /// The state of this side's copy of the VM.
     pub copy: Copy,
     /// Whether this side holds the disks and devices, or some of them.
     pub devices: bool,
@@ -119,7 +119,7 @@ pub struct Lane {
     pub heard: bool,
 }
 
-/// Past events, which only the properties use.
+/// Past events, which only the checks in `property` read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct History {
     /// *accept* was sent.

@@ -148,9 +148,9 @@ impl World<'_> {
     /// Checks a write of a page, just before a lane's thread executes it.
     ///
     /// Two chunks may contain the same page. If the dirty log was read after the first chunk was
-    /// built and before the second one was, the second chunk must be written last: that reading
-    /// cleared the page's dirty bit, so nothing else would send the newer version. Without a
-    /// reading in between, any order is allowed, because a page that the guest has written in
+    /// built and before the second chunk was built, the second chunk must be written last: that
+    /// reading cleared the page's dirty bit, so nothing else would send the newer version. Without
+    /// a reading in between, any order is allowed, because a page that the guest has written in
     /// between is still in the log. Lanes may therefore be slow to read pages, and a lost lane's
     /// pages may be resent in an iteration that has sent some of them already.
     pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {

@@ -119,8 +119,8 @@ impl Thrash {
     }
 }
 
-/// The guest's real write rate: the most pages dirtied per second, according to the dirty log, in
-/// an iteration in which the guest was not throttled. 0 if no such iteration was long enough.
+/// The guest's real write rate in pages per second, according to the dirty log: the highest rate of
+/// all iterations in which the guest was not throttled. 0 if no such iteration was long enough.
 fn dirty_rate_seen(iterations: &[IterationLine]) -> f64 {
     iterations
         .iter()

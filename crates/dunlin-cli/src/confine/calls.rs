@@ -310,8 +310,8 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
             }
         }
     }
-    // Netlink protocols to list connections, to describe the network device towards the peer, and
-    // to set up IPsec.
+    // Netlink protocols to list connections, to describe the network device that leads to the
+    // peer, and to set up IPsec.
     let netlink: &[_] = match work {
         Work::Guest { ipsec: true, .. } => &[
             libc::NETLINK_SOCK_DIAG,

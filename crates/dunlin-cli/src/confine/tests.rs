@@ -621,7 +621,7 @@ fn listen(socket: &OwnedFd) -> Result<(), Errno> {
     nix::sys::socket::listen(socket, Backlog::new(1).unwrap())
 }
 
-/// Maps memory, of `file` if there is one.
+/// Maps the memory of `file`, or anonymous memory if there is no file.
 fn mapped(file: Option<FileOffset>, access: libc::c_int) -> Result<(), Errno> {
     let anonymous = if file.is_none() {
         libc::MAP_ANONYMOUS

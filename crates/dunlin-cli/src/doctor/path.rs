@@ -1,4 +1,4 @@
-//! Whether the socket buffers of a lane fill the path to a peer.
+//! Whether the socket buffers of a lane are large enough to fill the path to a peer.
 
 use std::str::FromStr;
 use std::time::Duration;

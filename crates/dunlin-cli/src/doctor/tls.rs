@@ -39,7 +39,8 @@ pub(super) fn auto() -> Vec<Verdict> {
     ]
 }
 
-/// `auto` requires nothing of the kernel, so the choice does not fail at present.
+/// The verdict on a choice of `auto`. `auto` requires nothing of the kernel, so the choice does not
+/// fail at present.
 fn choice(check: &str, choice: Result<Choice>) -> Verdict {
     match choice {
         Ok(choice) => {

@@ -187,7 +187,7 @@ impl Carry {
 pub(super) fn settle(source: &Virsh, destination: &Virsh, vm: &Vm) -> Verdict {
     let mut since = Instant::now();
     loop {
-        // virsh may have ended before the migration.
+        // virsh may have ended although the migration continues.
         if is_leaving(source, &vm.uuid) {
             since = Instant::now();
         } else {

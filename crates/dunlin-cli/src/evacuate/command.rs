@@ -32,7 +32,7 @@ use crate::text::{clean, count};
 /// The highest rate that virsh takes, in MiB/s. It is libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
 
-/// Refusals of a repeated request are shown once, at this number of refusals.
+/// A warning about a repeated request is shown once: after this many refusals.
 const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main thread.

@@ -15,10 +15,10 @@ use super::virsh::Virsh;
 
 #[derive(Debug)]
 pub(super) struct Facts {
-    /// VMs that can be planned.
+    /// VMs at the source that this run can plan to move.
     pub(super) vms: Vec<Vm>,
     pub(super) destinations: Vec<Destination>,
-    /// VMs that run at the source and cannot be planned, and VMs of an earlier run.
+    /// VMs that this run cannot plan to move, and VMs of an earlier run.
     pub(super) entries: Vec<Entry>,
 }
 

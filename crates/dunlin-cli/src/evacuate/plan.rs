@@ -71,8 +71,8 @@ pub(super) fn plan(vms: Vec<Vm>, mut destinations: Vec<Destination>, order: &Ord
     let mut by_size = vms;
     by_size.sort_by(|a, b| (b.memory, &a.uuid).cmp(&(a.memory, &b.uuid)));
     for vm in by_size {
-        // The memory of a VM that is on its way already counts as used at the VM's destination, so
-        // do not subtract it again.
+        // If a VM is on its way, its memory already counts as used at its destination. So do not
+        // subtract that memory again.
         if let Some(to) = vm.bound {
             plan.moves.push(Move { vm, to });
             continue;

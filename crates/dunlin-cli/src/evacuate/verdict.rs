@@ -64,8 +64,8 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
-        // The VM is not off because of a migration: after a migration, libvirt's reason is
-        // `migrated`.
+        // With these reasons, the VM is not off because of a migration. After a migration,
+        // libvirt's reason is `migrated`.
         (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
             Verdict::Off
         }

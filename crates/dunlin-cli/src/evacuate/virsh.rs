@@ -18,7 +18,7 @@ const OUTPUT_LIMIT: u64 = 4 << 20;
 /// Time limit for a query. libvirt itself waits up to 30 s for a domain's lock.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(40);
 
-/// Characters of an error that are reported.
+/// Maximum number of characters that are reported of an error.
 const ERROR_LIMIT: usize = 400;
 
 /// Runs virsh for one libvirt.

@@ -215,8 +215,8 @@ impl Accept {
         let tls = identity.handoff_server(offer, clients);
         let tls = match self.cert {
             Some(_) if !self.peers.is_empty() => tls.context(
-                "cannot check clients by --peer: names need the authorities of --identity; with \
-                 --cert, specify a pin",
+                "cannot check clients by --peer: a name in --peer needs the authorities of \
+                 --identity; with --cert, specify a pin",
             )?,
             _ => tls?,
         };

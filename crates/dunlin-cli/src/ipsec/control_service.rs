@@ -55,9 +55,10 @@ pub(crate) struct SessionLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AssociationLine {
     pub(crate) direction: String,
-    /// For an SA of a CPU: that CPU, on the host that seals.
+    /// For an SA of a CPU: that CPU, on the host that seals the packets.
     pub(crate) cpu: Option<u32>,
-    /// For an SA of a connection: its ports at the sealing host and at the opening host.
+    /// For an SA of a connection: the connection's port at the host that seals the packets, and its
+    /// port at the host that decrypts them.
     pub(crate) connection: Option<(u16, u16)>,
     pub(crate) spi: u32,
     pub(crate) epoch: u32,
@@ -89,7 +90,7 @@ pub(super) fn sender(cpu: Option<u32>, connection: Option<(u16, u16)>) -> Sender
 /// The answer of a process to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Answer {
-    /// The peer's name as given to `up`, or `serve`.
+    /// For `ipsec up`, the peer's name as given on the command line; otherwise the word `serve`.
     pub(crate) name: String,
     pub(super) pid: u32,
     pub(crate) sessions: Vec<SessionLine>,

@@ -60,10 +60,11 @@ struct ObjectLine {
     kind: &'static str,
     /// "in" or "out".
     direction: String,
-    /// The sealing host's CPU; null for a fallback SA, an SA of a connection, and objects other
-    /// than SAs.
+    /// The CPU of the host that seals the packets; null for a fallback SA, an SA of a connection,
+    /// and objects other than SAs.
     cpu: Option<u32>,
-    /// The connection's ports at the sealing host and at the opening host.
+    /// The connection's ports: first at the host that seals the packets, then at the host that
+    /// decrypts them.
     connection: Option<(u16, u16)>,
     spi: Option<u32>,
     selector: String,

@@ -6,7 +6,7 @@ const BEGIN: &str = "# Written by `dunlin libvirt enable`; `dunlin libvirt disab
 const END: &str = "# End of what `dunlin libvirt enable` wrote.";
 /// The first line of a configuration that `enable` created.
 const CREATED: &str = "# Created by `dunlin libvirt enable`.";
-/// The keys of a configuration that `enable` created, outside the block.
+/// The keys outside the block, in a configuration that `enable` created.
 const OURS: [&str; 2] = ["listen", "identity"];
 
 /// A new configuration without routes.

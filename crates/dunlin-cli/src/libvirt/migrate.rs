@@ -53,7 +53,7 @@ impl Migrate {
         let has_disks = has("--copy-storage");
         ensure!(
             !(has_disks && self.flags.iter().any(|flag| flag == "--tls")),
-            "libvirt copies disks over unix sockets only without --tls: remove --tls, the tunnel \
+            "libvirt copies disks over unix sockets only without --tls: remove --tls; the tunnel \
              encrypts the memory and the disks"
         );
         let route = self.route()?;

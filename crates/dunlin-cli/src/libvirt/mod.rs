@@ -8,8 +8,8 @@
 //!  disable: rules ─▶ units ─▶ configuration ─▶ reserved ports
 //! ```
 //!
-//! Or, without the packet filter, over unix sockets (`sockets`), which `migrate` opens for each
-//! migration.
+//! With `enable --sockets`, migrations do not use the packet filter. They use unix sockets
+//! (`sockets`), which `migrate` opens for each migration.
 
 mod block;
 mod disable;

@@ -24,7 +24,7 @@ pub(crate) struct QemuConf {
 }
 
 impl QemuConf {
-    /// Reads a file. A file that does not exist has the defaults.
+    /// Reads a file. If the file does not exist, returns the defaults.
     ///
     /// # Errors
     /// The file cannot be read, or a setting is invalid.

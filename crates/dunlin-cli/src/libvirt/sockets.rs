@@ -26,8 +26,8 @@ use crate::code::DONE;
 use crate::file::replace;
 use crate::tunnel::{Config, PEER_PORT};
 
-/// The directory in which QEMU creates the sockets of arriving VMs, and the tunnel those of leaving
-/// VMs.
+/// The directory of the sockets. QEMU creates the sockets of arriving VMs, and the tunnel creates
+/// the sockets of leaving VMs.
 pub(super) const DIRECTORY: &str = "/run/dunlin/vm";
 /// How a route's name begins; the rest is the name of the destination.
 pub(super) const ROUTE: &str = "libvirt-";
@@ -167,7 +167,7 @@ fn earlier(config: &Path, text: Option<&str>) -> Result<Vec<NamedPeer>> {
     named.collect()
 }
 
-/// The routes to peers, by the host to which they lead.
+/// The routes to peers, each with the host to which it leads.
 pub(super) fn leaving(routes: &Routes) -> impl Iterator<Item = (&str, &Entrance)> {
     let ours = routes.entrances().iter();
     let ours = ours.filter(|one| one.route.starts_with(ROUTE));
@@ -252,7 +252,7 @@ pub(super) fn disable(config: &Path, text: &str, report: &Report) -> Result<i32>
     for file in [TMPFILES, EXTENSION] {
         delete(Path::new(file))?;
     }
-    // Ignore an error: QEMU of an arriving VM may have a socket there.
+    // Ignore an error: the QEMU of an arriving VM may have a socket in the directory.
     let _ = fs::remove_dir(DIRECTORY);
     if has_systemd() {
         let words: &[&str] = match is_empty {

@@ -30,7 +30,7 @@ const ENTRY_LIMIT_BYTES: u64 = 16 << 10;
 /// Maximum length of a name or of the text of an error in an entry.
 const MAX_TEXT: usize = 400;
 
-/// How long the end of a migration may be delayed by its entry.
+/// How long the writing of an entry may delay the end of its migration.
 const WRITE_LIMIT: Duration = Duration::from_millis(500);
 
 /// A migration that has ended.
@@ -67,7 +67,7 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
-    /// A migration that ends now, with the result `moved`, which [`Finished::failed`] replaces.
+    /// A migration that ends now. Its result is `moved`, unless [`Finished::failed`] replaces it.
     pub(crate) fn now(role: &str, vm: &str, peer: &str, total_s: f64) -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {

@@ -45,7 +45,7 @@ impl StatusSocket {
     /// Binds a status socket of this process. `kind` is `vm`, `tunnel`, `ipsec` or `handoff`; in a
     /// process with several VMs, those after the first use `vm-2`, `vm-3` and so on. If the bind
     /// fails, this function logs a warning, and the process has no status socket. It also has none
-    /// if the control path names one socket.
+    /// if the control path names a socket instead of a directory.
     pub(crate) fn bind(control: &ControlPath, kind: &str) -> Self {
         let Some(directory) = control.directory() else {
             return Self(None);

@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// The units use this default, because they give no interval.
+    /// The systemd units give no interval, so they use this default.
     ///
     /// Claim H14 of docs/security.
     #[test]

@@ -36,7 +36,7 @@ pub(super) struct Counters {
     pub(super) rejected_output: u64,
     /// Rejected connections that this host would have routed to the peers.
     pub(super) rejected_forward: u64,
-    /// Rejected connections from the wire.
+    /// Rejected connections from the wire to ports of this host.
     pub(super) rejected_input: u64,
     /// Connections in the clear, for each address in `plain_from`.
     pub(super) plain: BTreeMap<String, u64>,
@@ -153,7 +153,7 @@ impl Record {
     }
 }
 
-/// An object of a list, for messages.
+/// The name of a listed object, for messages.
 fn named(object: &Value) -> String {
     let rule = &object["rule"];
     if let Some(chain) = rule["chain"].as_str() {

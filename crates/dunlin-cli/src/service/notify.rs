@@ -41,7 +41,7 @@ impl Manager {
         }
     }
 
-    /// Reports that the service is ready, or that a reload has ended, even if it failed.
+    /// Reports that the service is ready, or that a reload has succeeded or failed.
     pub(crate) fn ready(&self, status: &str) {
         self.send(&format!("READY=1\nSTATUS={status}"));
     }

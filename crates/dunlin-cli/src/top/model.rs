@@ -313,7 +313,7 @@ mod tests {
         }
         assert_eq!(press(&mut model, "c"), []);
         assert_eq!(model.over, Some(Over::Confirm(cancel())));
-        // The question is about the VM that was selected when it was asked.
+        // The question stays about the VM that was selected when the question appeared.
         read(&mut model, &["route"]);
         assert_eq!(
             press(&mut model, "y"),

@@ -94,7 +94,7 @@ pub(super) struct ControlService {
     control: PathBuf,
     began: Instant,
     rules: Rules,
-    /// Numbers the sockets of listeners without a given address.
+    /// The number of the next socket of a listener without a given address.
     next: AtomicU64,
 }
 

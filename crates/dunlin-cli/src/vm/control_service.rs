@@ -376,7 +376,7 @@ impl ControlService {
         }
     }
 
-    /// Where the VM of this process is, with the values of [`FailedLine::vm`].
+    /// Where the VM of this process is, as one of the values of [`FailedLine::vm`].
     pub(super) fn location(&self) -> &'static str {
         let state = lock(&self.state);
         match (&state.holds, &state.phase) {

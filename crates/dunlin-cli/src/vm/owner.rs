@@ -67,7 +67,7 @@ pub(crate) struct Own {
 }
 
 impl Own {
-    /// The state of each of this process's VMs.
+    /// Creates the control service of each of this process's VMs.
     pub(super) fn services(&self, count: u16) -> Result<Vec<Arc<ControlService>>> {
         let several = count > 1;
         if several && self.control.directory().is_none() {

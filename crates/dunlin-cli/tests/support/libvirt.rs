@@ -1,5 +1,6 @@
-//! Two hosts with libvirt, each with the configuration of a tunnel with a redirect. Checks of a
-//! migration's outcome by virsh's answer, the VM, the tunnel's status and the traffic on the wire.
+//! Two hosts with libvirt, each with the configuration of a tunnel with a redirect. Functions that
+//! check a migration's outcome by virsh's answer, the VM, the tunnel's status and the traffic on
+//! the wire.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, HashSet};
@@ -55,7 +56,7 @@ impl Scene {
     }
 
     /// Writes the configuration of a host for libvirt, starts its tunnel, and applies the rules. `peer`
-    /// is an address or the name of the other host, and `more` further keys of the redirect.
+    /// is an address or the name of the other host, and `more` has further keys of the redirect.
     pub fn enable(&mut self, side: Side, peer: &str, more: &str) {
         self.configure(side, peer, more);
         self.begin_dunlin(side);

@@ -280,7 +280,7 @@ pub fn assert_idle(listener: &TcpListener) {
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
 }
 
-/// The destination before the redirect.
+/// The destination to which the client connected, before the redirect changed it.
 pub fn original(stream: &TcpStream) -> SocketAddr {
     if stream.local_addr().unwrap().is_ipv4() {
         let found = getsockopt(stream, OriginalDst).unwrap();

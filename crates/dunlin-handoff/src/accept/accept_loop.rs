@@ -168,9 +168,9 @@ impl AcceptLoop {
         self.listen(listener)
     }
 
-    /// Evicts the client that [`least`] selects if its grace period has passed. If no client is
-    /// pending, reports [`Event::Starved`], and does not report it again until a client is
-    /// accepted.
+    /// If the grace period of the client that [`least`] selects has passed, evicts that client. If
+    /// no client is pending, reports [`Event::Starved`], and does not report it again until a
+    /// client is accepted.
     fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),

@@ -19,10 +19,10 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 use dunlin_lane::splice::Stop;
 
-/// A listener with its threads and clients. Dropping it first closes the listener and the
-/// connections of pending and forwarded clients, and refuses the clients that wait for their
-/// receiver to accept. It then waits, for at most five seconds, for the hand-overs that are in
-/// progress. Sockets that were handed over stay open.
+/// A listener with its threads and clients. The drop closes the listener and the connections of
+/// pending and forwarded clients, and refuses the clients that wait for their receiver to accept.
+/// After that, the drop waits at most five seconds for the hand-overs that are in progress. Sockets
+/// that were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,

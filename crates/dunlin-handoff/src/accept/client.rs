@@ -20,7 +20,7 @@ use dunlin_lane::accept::would_block;
 use dunlin_lane::handshake::FLIGHT_LIMIT_BYTES;
 use dunlin_lane::handshake::relay::Greeting;
 
-/// How long a refused client has to read its alert.
+/// The time that a refused client gets to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
 /// The codes of the alerts *decode_error* and *unrecognized_name* (RFC 8446, section 6.2).
 const DECODE_ERROR: u8 = 50;
@@ -260,8 +260,8 @@ mod tests {
         bytes
     }
 
-    /// After [`Client::look`], the kernel reports the socket only when the number of bytes that the
-    /// next step needs has arrived.
+    /// After [`Client::look`], the kernel reports the socket only when enough bytes for the next
+    /// step have arrived.
     #[test]
     fn i7_a_partial_hello_is_reported_only_when_the_next_step_can_succeed() {
         let (acceptor, _events) = acceptor(Target::Tcp("127.0.0.1:9".to_owned()), 1);

@@ -20,7 +20,7 @@ pub(super) struct Forwarded {
     /// When the client or the backend last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
-    /// Whether forwarding has failed. Both connections are then reset.
+    /// Whether forwarding has failed. If so, both connections are reset.
     pub(super) is_broken: AtomicBool,
     /// Whether epoll has reported a failure, by side.
     pub(super) has_failed: [AtomicBool; 2],

@@ -77,8 +77,8 @@ impl Shared {
         one.admit(self.options.limits.handovers)
     }
 
-    /// Counts the thread of a hand-over as ended, whether it succeeded or failed. `passed` is the
-    /// connection on which it passed a socket.
+    /// Counts the thread of a hand-over as ended, whether the hand-over succeeded or failed.
+    /// `passed` is the connection on which the thread passed a socket.
     pub(super) fn end_handover(
         &self,
         index: usize,

@@ -116,8 +116,8 @@ impl IpsecDialer {
         &self.lanes.0.shared
     }
 
-    /// Returns the newest session unless it is full; otherwise starts one. Other callers for the
-    /// same endpoint and peer wait while the session starts.
+    /// Returns the newest session, or starts one if there is none or the newest is full. Other
+    /// callers for the same endpoint and peer wait while the session starts.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);

@@ -79,8 +79,8 @@ const WATCH: Duration = Duration::from_secs(1);
 /// How long an accepted lane waits for a session that is being set up.
 const SETTLING: Duration = Duration::from_secs(2);
 
-/// The IPsec lanes that this process opens and accepts. Clones share one state; when the last
-/// clone is dropped, the sessions that peers started end.
+/// The IPsec lanes that this process opens and accepts. Clones share one state. The drop of the
+/// last clone ends the sessions that peers have started.
 #[derive(Clone)]
 pub struct IpsecLanes(Arc<Inner>);
 

@@ -32,8 +32,8 @@ use dunlin_lane::sync::lock;
 const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long an outbound SA of the previous epoch stays installed after the policies have been
-/// switched. The kernel may have selected this SA for packets just before the switch. This time is
+/// How long an old outbound SA stays installed after a rekey has switched the policies to new SAs.
+/// The kernel may have selected the old SA for packets just before the switch. This time is
 /// shorter than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer has stopped using it, for packets that are still on

@@ -32,7 +32,7 @@ pub enum Error {
          or use another kernel{}", kernel_text(.0)
     )]
     NoEsp(Option<String>),
-    /// Another entry has the same identity.
+    /// The kernel already has an SA with this SPI, or a policy with this selector.
     #[error("{what} already in use: choose another, or remove the existing entry")]
     Taken {
         /// `SPI` or `selector`.

@@ -85,7 +85,7 @@ pub enum OpenError {
     /// The outer content type or the version is not that of a protected record.
     #[error(
         "the peer sent an unprotected record (type {content_type}, version {major}.{minor}) on an \
-         encrypted lane: it does not use TLS 1.3, or another program wrote to the connection"
+         encrypted lane: the peer does not use TLS 1.3, or another program wrote to the connection"
     )]
     Unprotected {
         /// The type byte of the header.

@@ -349,8 +349,8 @@ fn without_chain(
     error
 }
 
-/// The refusal inside a handshake's error, if the list of peers or of denied keys caused
-/// it.
+/// The refusal inside a handshake's error, if the list of peers or the list of denied keys caused
+/// the error.
 pub(super) fn peer_refused(error: &rustls::Error) -> Option<&PeerRefused> {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(inner))) => {

@@ -404,7 +404,7 @@ fn i7_empty_records_are_bounded() {
     assert_eq!(
         open_handmade(&mixed)[33],
         Ok(Opened::Data(0)),
-        "the byte did not end the run"
+        "the byte did not end the run of empty records"
     );
 }
 

@@ -78,7 +78,7 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
 }
 
 /// Compares marks with a model of each lane's progress. No lane passes a mark that a live lane has
-/// yet to reach (I4). A lane's first mark may have any number; each later mark is the next one. A
+/// yet to reach (I4). A lane's first mark may have any number; each later mark is one higher. A
 /// mark that the lanes may pass stays passable, unless a new lane's first mark is lower.
 pub fn fuzz_marks(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);

@@ -159,11 +159,11 @@ pub struct Encapsulation {
 pub struct Association {
     /// Inbound if this host opens packets with the SA; outbound if it seals packets.
     pub direction: Direction,
-    /// The sealing host.
+    /// The host that seals the packets.
     pub source: IpAddr,
-    /// The opening host. This address and the SPI identify the SA.
+    /// The host that opens the packets. This address and the SPI identify the SA.
     pub destination: IpAddr,
-    /// The SPI, chosen by the opening host.
+    /// The SPI, chosen by the host that opens the packets.
     pub spi: u32,
     /// The request id by which policies find the SA.
     pub reqid: u32,

@@ -28,8 +28,8 @@
 //! If there are such connections, the policies stay until each connection is closed by its owner or
 //! timed out by TCP.
 //!
-//! Either side may be killed between any two of these steps. The objects that are left then still
-//! block or protect the ports. The next process removes them in the same order.
+//! Either side may be killed between any two of these steps. The objects that remain still block or
+//! protect the ports. The next process removes them in the same order.
 //!
 //! # Request ids
 //!
@@ -176,8 +176,8 @@ impl SessionParameters {
         grants.sort_by_key(|grant| grant.slot.sender != Sender::Fallback);
         let associations = self.associations(Direction::Out, epoch, &grants);
         let mut steps: Vec<Step> = associations.map(Step::Add).collect();
-        // The policies of connections come first, so that no connection uses the fallback in
-        // between.
+        // The policies of connections come first. If the policies of the ports came first, a
+        // connection without a policy of its own would use the fallback until it gets one.
         for grant in &grants {
             if let Some(policy) = self.own_policy(epoch, grant) {
                 steps.push(if known.contains(&grant.slot.sender) {

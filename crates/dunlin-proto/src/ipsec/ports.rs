@@ -172,7 +172,7 @@ impl FromStr for PortBlock {
         parse().ok_or_else(|| NotPorts {
             text: text.to_owned(),
             kind: "block",
-            form: "49152/0xffc0, where the mask has every bit of the port",
+            form: "49152/0xffc0, where every bit set in the port is also set in the mask",
         })
     }
 }

@@ -64,8 +64,8 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// If one chunk is unconfirmed, and no mark or end is, the timeout starts no earlier than the
-    /// time at which the rate cap allows that chunk.
+    /// If only one chunk is unconfirmed, and every mark and end is confirmed, the timeout starts no
+    /// earlier than the time at which the rate cap allows that chunk.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
@@ -312,7 +312,7 @@ impl Sending {
 
     /// Records that the destination fenced lane `number` and receives nothing more on it; `acks`
     /// are the lane's last acknowledgements. The lane's unacknowledged pages become pending again.
-    /// Returns their number. Repetition has no effect.
+    /// Returns their number. A repeated call has no effect.
     ///
     /// # Errors
     /// The lane was never opened, or `acks` names a chunk that was never sent.

@@ -84,7 +84,7 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// The peer names a lane that was never opened, or frames that the lane never carried.
+    /// The peer names a lane that was never opened, or names frames that the lane never carried.
     #[error(
         "impossible message about lane {lane}: the lane was never opened, or the message names frames that the lane did not carry"
     )]

@@ -118,7 +118,7 @@ pub enum Message {
     Accept {
         /// The secret with which the other side's lanes prove that they belong to the trunk.
         secret: SessionSecret,
-        /// Data lanes of the other side that may be open at the same time, 1 to
+        /// The maximum number of the other side's data lanes that are open at the same time, 1 to
         /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
         /// The side that dialled the control lane sends the port at which it accepts these lanes,

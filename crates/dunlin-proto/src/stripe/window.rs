@@ -4,8 +4,8 @@ use crate::limits::LEAST_WINDOW_BYTES;
 
 /// How long a channel's bytes may wait in addition to the round trip.
 ///
-/// A hypervisor mistakes the bytes that wait in the tunnel for link capacity and predicts the
-/// downtime from that, so each millisecond here makes its prediction wrong by a millisecond. 10 ms
+/// A hypervisor mistakes the bytes that wait in the tunnel for link capacity, from which it
+/// predicts the downtime. Each millisecond here makes the prediction wrong by a millisecond. 10 ms
 /// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 

@@ -269,7 +269,7 @@ impl Source {
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
             // *ready* crossed this side's *inquire*: the destination received everything only after
-            // this side had crashed.
+            // this side's earlier process had crashed.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
             // Messages that were in flight at the end, or that an older and slower control lane
             // delivers late, change nothing.

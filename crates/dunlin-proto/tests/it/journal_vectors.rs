@@ -13,7 +13,8 @@ use dunlin_proto::limits::{
 
 use crate::document::{JOURNAL, contains};
 
-/// A vector, with the zeros before its checksum inserted.
+/// A record from its vector in the document. A vector leaves out the zeros before the checksum, and
+/// this function inserts them.
 fn vector(name: &str) -> [u8; RECORD_BYTES] {
     let start = format!("```vector\nname: {name}\n");
     let (_, block) = JOURNAL.split_once(&start).unwrap();

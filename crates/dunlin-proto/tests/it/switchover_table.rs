@@ -148,9 +148,9 @@ fn the_whole_table_is_as_recorded() {
     );
 }
 
-/// After *commit*, the guest runs at the source at once only if the destination reports *aborted*,
-/// in an answer or by *cancel*. After *ran, then died*, no event lets it run at once. An operator's
-/// decision is recorded first.
+/// After *commit*, an event resumes the guest at the source immediately only if the destination
+/// reports *aborted*, in an answer or by *cancel*. After *ran, then died*, no event does so: the
+/// source first records an operator's decision.
 #[test]
 fn i1_after_commit_only_aborted_or_the_operator_resumes_the_guest() {
     for state in [Source::Committed, Source::InDoubt, Source::RanThenDied] {

@@ -165,8 +165,8 @@ impl Channel {
         (bytes, waiting > 0)
     }
 
-    /// Reports that the peer takes no bytes on any of its connections. Changes nothing: a program
-    /// that does not read looks like a process that is stopped.
+    /// Reports that the peer takes no bytes on any of its connections. Does not abort the channel,
+    /// because a program that does not read cannot be distinguished from a stopped process.
     pub(super) fn report_silence(&self, host_answers: bool) {
         let (at, limit) = (self.at, self.site.limits.vanished);
         let (follows, more) = match host_answers {

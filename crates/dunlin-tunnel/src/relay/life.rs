@@ -87,8 +87,8 @@ impl Life {
 
     /// Called when the peer's connection was reset. Returns true if the caller must abort the
     /// channel. The caller must do so if a thread has already read the peer's end and this side has
-    /// not ended its own direction. No thread would find the reset, because none reads after the
-    /// peer's end, and data of this side is lost.
+    /// not ended its own direction. In that case data of this side is lost, and no thread would
+    /// find the reset, because none reads after the peer's end.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;
@@ -104,7 +104,7 @@ impl Life {
     }
 
     /// Called when a thread ends. When the last thread ends, the channel becomes settled, and this
-    /// returns its result.
+    /// returns the channel's result.
     pub(super) fn leave(&mut self) -> Option<Result<(), Failure>> {
         let (Self::Relaying(_, _, threads) | Self::Aborted(_, threads)) = self else {
             return None;

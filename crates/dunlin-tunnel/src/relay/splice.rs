@@ -103,7 +103,7 @@ impl Channel {
     }
 
     /// Writes all bytes in the pipe to the hypervisor, however long that takes. Returns true if the
-    /// peer's end followed those bytes.
+    /// peer's *close_notify* followed those bytes.
     fn deliver_by_kernel(
         &self,
         conduit: &mut Conduit,
@@ -137,9 +137,9 @@ impl Channel {
         Ok(true)
     }
 
-    /// Reads the bytes that the peer sent before its connection was reset, up to the peer's end.
-    /// Fails if the end did not arrive; otherwise the reset has no effect. The bytes were in the
-    /// socket's buffer, which limits their number.
+    /// Reads the bytes that the peer sent before its connection was reset, up to the peer's
+    /// *close_notify*. Fails if the *close_notify* did not arrive; otherwise the reset has no
+    /// effect. The bytes were in the socket's buffer, which limits their number.
     fn take_rest(&self, opening: &mut Opening) -> Result<Vec<u8>, Failure> {
         let mut rest = Vec::new();
         let mut part = vec![0; CONTENT_BYTES];
@@ -161,7 +161,7 @@ impl Channel {
         }
     }
 
-    /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end.
+    /// Reads the record at which splice(2) stopped. Returns whether it was a *close_notify*.
     /// `may_be_empty` means that splice(2) returned 0: at the end of file or for an empty record.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];

@@ -66,7 +66,7 @@ impl Watch {
         });
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
-        // Two consecutive checks must find that the peer is overdue, so each check uses a limit
+        // Two consecutive checks must find an overdue acknowledgement, so each check uses a limit
         // that is two steps shorter than `limits.vanished`.
         let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(step, vanished);

@@ -58,8 +58,8 @@ pub struct Iteration {
 pub struct Downtime {
     /// From the call of `SourceVm::pause` until its return.
     pub pause: Duration,
-    /// From the return of `SourceVm::pause` until every lane has ended, or is lost without
-    /// unconfirmed chunks.
+    /// From the return of `SourceVm::pause` until every lane has ended, or is lost and all of its
+    /// chunks are confirmed.
     pub last_pages: Duration,
     /// Time to deactivate the VM, and to save and send its state. It overlaps with `last_pages`.
     pub state: Duration,

@@ -64,7 +64,8 @@ impl Tune {
         Ok(())
     }
 
-    /// Passes each later change to `apply`, and immediately the last change made before this call.
+    /// Passes each later change to `apply`. If the cap was changed before this call, first passes
+    /// the last of the earlier changes.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
         if let State::Pending(rate) = &*state {

@@ -71,7 +71,7 @@ fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violati
         Err(refusal) if refusal.text.is_empty() || refusal.text.len() > MAX_TEXT_BYTES => {
             return Err(broken(
                 "Builder::build",
-                "a refusal has a reason for the source's operator of at most 1024 bytes",
+                "a refusal has a reason of at most 1024 bytes, for the source's operator",
                 format!("it has {} bytes", refusal.text.len()),
             ));
         }

@@ -1,5 +1,6 @@
 //! Under load, a session renews its keys, ends and starts again; no connection breaks.
-//! The process is slowed down so that each intermediate state lasts. No data is sent in the clear.
+//! The session's process delays each change to the kernel's tables, so that each intermediate state
+//! lasts. No data is sent in the clear.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -124,7 +124,7 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     until("each connection has its SA", || {
         own(&associations(guest, "a")).len() == 4
     });
-    until("in the other direction too", || {
+    until("each connection has its SA in the other direction", || {
         own(&associations(guest, "b")).len() == 4
     });
     carry(guest, &connections);

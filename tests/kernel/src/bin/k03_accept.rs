@@ -284,8 +284,8 @@ fn a_consumer_that_reads_nothing_holds_a_limited_number_of_sockets(
     receives(&mut next, &take(late).0);
 }
 
-/// Of the other clients, 130 send nothing or only a part of a ClientHello, and one has a consumer
-/// that does not accept connections. The client under test is served nevertheless.
+/// 130 clients send nothing or only a part of a ClientHello. Another client has a consumer that
+/// does not accept connections. The client under test is served nevertheless.
 fn slow_clients_and_slow_consumers_delay_no_other(
     accept: &Accept,
     slow: &Path,
@@ -310,8 +310,8 @@ fn slow_clients_and_slow_consumers_delay_no_other(
     drop((queue, waiting, clients));
 }
 
-/// A client must present the certificate that `--peer` names. Without a server for other names, a
-/// client that requests another name gets an alert.
+/// A client's certificate must have the name in `--peer`. If no stunnel serves other server names,
+/// a client that requests such a name gets an alert.
 fn the_clients_identity_is_sent_with_its_socket(guest: &Guest, consumer: &UnixListener) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {

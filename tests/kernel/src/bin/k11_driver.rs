@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         }
         let plain = chosen();
         println!(
-            "count of priority: {} {}, without it {} {}",
+            "driver and priority with the module: {} {}, without it: {} {}",
             accelerated.driver, accelerated.priority, plain.driver, plain.priority
         );
         assert!(plain.is_template() || plain.is_library(), "{plain:?}");

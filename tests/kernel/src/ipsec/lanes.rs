@@ -99,8 +99,8 @@ impl Lane {
     }
 }
 
-/// Tells the threads of a lane to stop. If the test has failed, also shuts the lane down. Otherwise
-/// the threads would wait for each other until the test's time limit.
+/// Tells the threads of a lane to stop. If the test has failed, also shuts the lane down, because
+/// the threads would otherwise wait for each other until the test's time limit.
 #[derive(Debug)]
 pub struct Ending<'a> {
     /// A flag that the threads check between two steps.

@@ -58,7 +58,7 @@ pub struct Workload {
     pub memory_mib: u32,
     /// The number of pages that the guest fills and checks. They may occupy all memory except 4 MiB
     /// for the bare guest, or except 128 MiB for Linux. If the bare guest has no pages, it reports
-    /// that it is ready and halts. It then does not answer on its serial line.
+    /// that it is ready, and then it halts. After that, it does not answer on its serial line.
     pub pages: u64,
     /// The number of hot pages. The guest writes to the first `hot` of its pages.
     pub hot: u64,

@@ -180,8 +180,8 @@ fn remove(namespace: &str) {
 }
 
 /// Returns the processes in a namespace, and the processes of [`Host::enter`] that are about to
-/// enter the namespace. For each process, checks the command line first. If the process enters the
-/// namespace between the two checks, the second check finds it.
+/// enter the namespace. For each process, checks the command line first and the namespace second.
+/// If the process enters the namespace between the two checks, the second check finds it.
 fn inside(namespace: &str, inode: u64) -> Vec<String> {
     let entering = format!("ip\0netns\0exec\0{namespace}\0");
     // Exclude this process. It is not in the namespace, but one of its threads may be.

@@ -266,8 +266,8 @@ impl Machine {
     }
 
     /// Returns QEMU's exit status, or the states of its threads if it still runs after `failure`.
-    /// If QEMU has closed its control socket, it is about to exit, and is killed to bound the wait.
-    /// If it was already exiting normally, the status may be that of the kill.
+    /// If QEMU has closed its control socket, it is about to exit. This method then kills QEMU, to
+    /// bound the wait, so the status may be that of the kill.
     fn state(&mut self, failure: &QmpError) -> String {
         let closed =
             matches!(failure, QmpError::Socket(_, error) if error.kind() != ErrorKind::TimedOut);

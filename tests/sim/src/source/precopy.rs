@@ -11,7 +11,7 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// The minimum duration of an iteration before the last.
+/// The minimum duration of each iteration except the last.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
 /// How long the effects of a fault can last after its end.
 const UNDISTURBED_NS: u64 = 10_000 * MS;

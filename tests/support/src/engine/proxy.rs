@@ -31,7 +31,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// A fault to inject into a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Both sides read the end of the stream, after the bytes forwarded so far.
+    /// Both sides read the end of the stream, after the bytes that were already forwarded.
     Cut,
     /// Both sides receive a reset.
     Reset,
@@ -627,7 +627,7 @@ impl Records {
         }
     }
 
-    /// Handles a record with a header that ends at `at`.
+    /// Handles a record that begins. Its header ends at `at`.
     fn begun(&mut self, kind: u8, body: usize, at: u64) {
         let begins = at - RECORD_HEADER_BYTES as u64;
         let ends = at + body as u64;

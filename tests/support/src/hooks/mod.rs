@@ -214,8 +214,8 @@ impl Vm {
         self.guest.lock().unwrap()
     }
 
-    /// Writes a word to the low region and a word to the huge region. Each call uses the next of
-    /// a few pages.
+    /// Writes a word to the low region and a word to the huge region. Each call writes to the next
+    /// page of a few pages, in a cycle.
     fn step(&self) {
         let (state, number) = &mut *self.guest();
         if *state == RunState::Running {

@@ -239,8 +239,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final* with the same count of chunks. The end of the lane and
-    /// *final* are honest if the counts are correct.
+    /// Ends the lane and sends *final*, both with the count `chunks`. They are honest if the counts
+    /// are correct.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));

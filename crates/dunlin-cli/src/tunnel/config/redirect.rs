@@ -52,9 +52,9 @@ pub(crate) struct Redirect {
     pub(crate) mode: Mode,
 }
 
-/// The listeners for redirected connections, on loopback: one for each host in `peers`, so that
-/// each can be closed while its peer does not answer. The order of the hosts' names determines the
-/// ports, so that the tunnel and the rules agree.
+/// The listeners for redirected connections, on loopback: one for each host in `peers`, so that a
+/// listener can be closed while its peer does not answer. The order of the hosts' names determines
+/// the ports, so that the tunnel and the rules agree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listeners {
     first: u16,
@@ -390,7 +390,7 @@ fn parse_host(text: &str) -> Result<String, String> {
         return usable(address).map(|address| address.to_string());
     }
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    // A text of digits and dots is an address with a mistake.
+    // A text without letters is not a host name, but an address with a mistake.
     let is_name = text.bytes().all(fits) && text.bytes().any(|byte| byte.is_ascii_alphabetic());
     if is_name && text.len() <= 253 && !text.starts_with(['-', '.']) {
         return Ok(text.to_ascii_lowercase());

@@ -103,8 +103,8 @@ enum State {
 }
 
 impl DataReceiver {
-    /// Returns the receiving half of an encrypted lane. No progress for `stall_limit` within a
-    /// frame is an error.
+    /// Returns the receiving half of an encrypted lane. The lane fails if a frame that has begun
+    /// makes no progress for `stall_limit`.
     ///
     /// # Errors
     /// The socket's options cannot be set.

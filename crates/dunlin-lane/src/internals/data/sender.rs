@@ -33,8 +33,8 @@ const REASON_WAIT: Duration = Duration::from_millis(200);
 /// copying a page costs less than sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
-/// The payload's first record, or the payload itself on a plain lane, begins at most this many bytes
-/// behind the beginning of the buffer, and at most [`LINE_BYTES`] less.
+/// The largest offset in the buffer at which the payload's first record begins. On a plain lane, it
+/// is the offset of the payload itself. The smallest offset is less than [`LINE_BYTES`] below it.
 ///
 /// Formula: the buffer begins at a page, and frames begin at a multiple of [`LINE_BYTES`], from which
 /// the kernel copies fast. The positions of the records in their pages are then between 96 and 512,
@@ -44,8 +44,8 @@ const _: () = assert!(HEADER_LIMIT_BYTES.is_multiple_of(PAGE_BYTES));
 const _: () = assert!(FRONT >= HEADER_LIMIT_BYTES + OVERHEAD_BYTES + LINE_BYTES);
 
 /// Why a frame could not be sent. The lane must be closed, because the peer may have received part
-/// of the frame. After [`SendError::HeaderTooLong`], however, nothing was sent, and the lane can
-/// still be used.
+/// of the frame. After [`SendError::HeaderTooLong`] and [`SendError::PayloadTooLong`], however,
+/// nothing was sent, and the lane can still be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SendError {
@@ -133,7 +133,8 @@ enum Payload<'p, 'm> {
 }
 
 impl DataSender {
-    /// Returns the sending half of an encrypted lane. No progress for `stall_limit` is an error.
+    /// Returns the sending half of an encrypted lane. The lane fails if a send makes no progress
+    /// for `stall_limit`.
     ///
     /// # Errors
     /// The socket's options cannot be set.
@@ -365,7 +366,8 @@ impl DataSender {
             overhead,
         } = self.layout;
         let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
-        // The bytes before the payload, or before the rest of the record that the payload shares.
+        // The header's length, and the overhead of its record if the payload does not share the
+        // record.
         let before = match bytes {
             0 => 0,
             _ if shares => bytes,

@@ -84,8 +84,8 @@ pub fn fuzz_records(bytes: &[u8]) {
     }
 }
 
-/// Opens any authentic record, with any content and padding, in place, into private memory and into
-/// guest memory, and compares the results with a direct implementation of RFC 8446.
+/// Opens an authentic record with any content and padding in three ways: in place, into private
+/// memory and into guest memory. Compares the results with a direct implementation of RFC 8446.
 pub fn fuzz_record_content(bytes: &[u8]) {
     let Some((&choice, inner)) = bytes.split_first() else {
         return;

@@ -83,7 +83,7 @@ impl Session {
     }
 
     /// Makes this side renew each of its keys after `records` records, but not later than at the
-    /// key's record limit. TLS 1.2 cannot renew keys: its connection ends there with
+    /// key's record limit. TLS 1.2 cannot renew keys, so a TLS 1.2 connection then ends with
     /// [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
         lock(&self.connection).renew_after(records);
@@ -200,8 +200,8 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                 }
                 ConnectionState::TransmitTlsData(sent) => sent.done(),
                 ConnectionState::PeerClosed | ConnectionState::Closed => break true,
-                // Request the peer's next key, because the peer need not renew its keys without a
-                // request. Nothing may be sent after this direction's close.
+                // Request the peer's next key, because the peer may never renew its key by itself.
+                // Nothing may be sent after this direction's close.
                 ConnectionState::WriteTraffic(traffic)
                     if is_1_3
                         && !self.is_closed

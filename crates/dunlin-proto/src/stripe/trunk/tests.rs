@@ -267,7 +267,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
     }
     let granted = pair.sides[1].channels[&channel].inn.granted();
     assert!((12 << 20..=DEFAULT_WINDOW).contains(&granted), "{granted}");
-    // At a lower rate, only the minimum is granted.
+    // At a lower rate, the receiver grants only the minimum window.
     for _ in 0..200 {
         pair.now_ns += 20 * MS;
         let data = pair.reads(0, 1, 100_000, true).unwrap();
@@ -776,7 +776,7 @@ fn an_ended_lane_is_lost_when_the_control_lane_is_resumed() {
     for side in &mut pair.sides {
         side.control_down(pair.now_ns);
     }
-    // An open lane keeps its frames.
+    // The frame on lane 2, which is still open, is not sent again when the control lane resumes.
     pair.reads(0, 2, 100, false).unwrap();
     pair.now_ns += Timeouts::default().progress_ns + MS;
     assert_eq!(pair.sides[0].usage().unacknowledged, 200);

@@ -26,9 +26,9 @@ use super::waiting::Describing;
 /// A `Listener`, and each of its clones, receives one VM at a time, on the thread that calls
 /// [`Listener::receive`]. To receive `N` VMs at the same time, make `N - 1` clones, and give each
 /// to a thread. A source is refused as *busy* if all of them are receiving a VM, or if the offered
-/// VM is already arriving. If one of them has no call in progress and no other is free, it keeps
-/// one offer for its next call. Drop a clone that will receive no more VMs: an offer that it keeps
-/// then goes to a free clone, or is refused.
+/// VM is already arriving. If one of them has no call in progress and all others are receiving a
+/// VM, the one without a call keeps one offer for its next call. Drop a clone that will receive no
+/// more VMs: an offer that it keeps then goes to a free clone, or is refused.
 ///
 /// A session that hangs or fails, or a peer that floods a session, does not delay the others. New
 /// connections use the newest settings ([`ServerTls::replace`]), in every session.

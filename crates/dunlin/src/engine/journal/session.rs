@@ -150,7 +150,8 @@ impl SessionJournal {
         Self::create(journal, record)
     }
 
-    /// Takes over a session that no process holds (without files: no thread of this process).
+    /// Takes over a session that no process holds. If the journal is in memory, no thread of this
+    /// process may hold the session.
     ///
     /// # Errors
     /// [`JournalError::Missing`], including when nothing was ever recorded; [`JournalError::Held`];

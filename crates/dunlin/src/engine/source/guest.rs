@@ -87,8 +87,8 @@ pub(super) struct PausedGuest {
 }
 
 impl PausedGuest {
-    /// Takes back what was released. Resumes the guest, unless the guest has ended or the owner had
-    /// paused the VM. Returns where the VM is.
+    /// Takes back the disks and devices, if they were released. Resumes the guest, unless the guest
+    /// has ended or the owner had paused the VM. Returns where the VM is.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
         // Ask the VMM whether the guest has ended, because a fault that the peer sent may state any
         // reason.

@@ -81,9 +81,9 @@ impl Session<'_> {
         }
     }
 
-    /// Drops what earlier control lanes deliver, and a cancellation by the caller that is too late.
-    /// Fails on the peer's *cancel*, on a refusal before *commit*, and on a cancellation in time.
-    /// Returns any other event.
+    /// Drops what earlier control lanes deliver, and the caller's cancellation if it is too late.
+    /// Fails on the peer's *cancel*, on a refusal before *commit*, and on the caller's cancellation
+    /// if it is in time. Returns any other event.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),

@@ -91,7 +91,7 @@ impl WorkQueue {
         }
     }
 
-    /// Changes state that a lane may wait for.
+    /// Changes the state with `change`, and wakes the lanes that wait.
     // The tests of `interleavings` omit the notification of one caller at a time.
     #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {

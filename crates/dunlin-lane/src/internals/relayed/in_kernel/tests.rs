@@ -4,7 +4,7 @@ use super::super::fuzz::halves_without_kernel;
 use super::*;
 
 /// The record limit. After half as many records, the peer requests a new key. Without a request,
-/// this side renews its key when only the records of one call are left.
+/// this side renews its key when the records of one more call could exceed the limit.
 const LIMIT: u64 = 64;
 
 /// Returns both sides of a connection.

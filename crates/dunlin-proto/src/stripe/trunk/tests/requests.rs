@@ -26,7 +26,7 @@ fn lanes_of(actions: &[Action]) -> Vec<&Action> {
     actions.iter().filter(is_lane).collect()
 }
 
-/// Opens lane 1 of the accepting side.
+/// The connecting side opens lane 1, on which the accepting side sends.
 fn opens_for(pair: &mut Pair) {
     assert!(pair.sides[0].opened_for(1));
     assert!(pair.sides[1].is_awaited(1));
