@@ -1,10 +1,10 @@
 //! Heap memory at an aligned address, for copies between a process and the kernel.
 //!
-//! The kernel copies between sockets and memory with `rep movsb`. On AMD Zen 4 processors, this
-//! instruction copies up to 15 times more slowly if the destination is 1 to 15 bytes behind the
-//! source, and up to 2 times more slowly if it is 16 to 31 bytes behind, where both addresses count
-//! modulo 4096. A socket's buffers usually begin at a page, so the speed depends on the address of
-//! the memory in the process. If that address is a multiple of 64, the copy is fast in both
+//! The kernel copies between sockets and memory with `rep movsb`. The speed of this instruction
+//! depends on the difference of the addresses, destination minus source, modulo 4096. On AMD Zen 4
+//! processors, it copies up to 15 times more slowly if the difference is 1 to 15, and up to 2 times
+//! more slowly if it is 16 to 31. A socket's buffers often begin at a page, so what counts is the
+//! address of the memory in the process. If it is a multiple of 64, the copy is fast in both
 //! directions.
 
 use std::ops::{Deref, DerefMut};
@@ -25,8 +25,9 @@ impl AlignedBytes {
     /// memory only after it is written.
     ///
     /// # Panics
-    /// `alignment` is zero.
+    /// `alignment` is not a power of two.
     pub fn zeroed(length: usize, alignment: usize) -> Self {
+        assert!(alignment.is_power_of_two(), "{alignment}");
         let bytes: Box<[u8]> = vec![0; length + alignment - 1].into();
         let start = bytes.as_ptr().addr().wrapping_neg() % alignment;
         Self {

@@ -7,11 +7,11 @@
 //! number of chunks of a channel still fits into the smallest window. The windows therefore limit
 //! the memory use (I8).
 
-use dunlin_lane::sync::lock;
-use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use std::array;
 use std::sync::{Arc, Mutex};
 
+use dunlin_lane::sync::lock;
+use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CHUNK_BYTES};
 
 /// The longest piece, in bytes.
@@ -21,6 +21,8 @@ pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
+/// Buffers that are smaller than this are not aligned.
+const SMALL_BYTES: usize = 4096;
 /// The maximum size of the unused buffers that the pool keeps, in bytes: about the bytes that a few
 /// lanes have in flight. Other unused buffers return to the allocator.
 const KEPT_BYTES: usize = 16 << 20;
@@ -72,10 +74,11 @@ impl Pool {
             free.bytes -= SMALLEST_BYTES << size;
         }
         drop(free);
+        let length = SMALLEST_BYTES << size;
         let memory = memory.unwrap_or_else(|| {
             Arc::new(Memory {
                 size,
-                bytes: Mutex::new(AlignedBytes::zeroed(SMALLEST_BYTES << size, LINE_BYTES)),
+                bytes: Mutex::new(AlignedBytes::zeroed(length, alignment(length))),
             })
         });
         Piece {
@@ -85,6 +88,12 @@ impl Pool {
             end: bytes.min(PIECE_BYTES),
         }
     }
+}
+
+/// The alignment of a buffer. Small buffers are not aligned: that would cost up to a quarter more
+/// memory, and the cost of a short copy does not matter.
+fn alignment(length: usize) -> usize {
+    if length < SMALL_BYTES { 1 } else { LINE_BYTES }
 }
 
 impl Piece {

@@ -502,7 +502,7 @@ fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
         ("never opened", |peer| {
             let data = Data::new(40, 0, 1).unwrap();
             let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
-            lane.send_with(&Frame::Data(data).to_bytes(), &mut *b"x".to_vec())
+            lane.send_with(&Frame::Data(data).to_bytes(), &mut b"x".to_vec())
                 .unwrap();
         }),
         ("frames", |peer| {

@@ -144,11 +144,13 @@ fn cached_copy(bytes: u64, lanes: usize) -> Result<Spent> {
             whole.map(move |at| (length - at).min(WRITE_BYTES as u64) as usize)
         };
         work.push(Box::new(move || {
-            let buffer = vec![5; WRITE_BYTES];
+            let mut buffer = AlignedBytes::zeroed(WRITE_BYTES, LINE_BYTES);
+            buffer.fill(5);
             pieces().try_for_each(|piece| Ok(near.write_all(&buffer[..piece])?))
         }));
         work.push(Box::new(move || {
-            let mut buffer = vec![6; WRITE_BYTES];
+            let mut buffer = AlignedBytes::zeroed(WRITE_BYTES, LINE_BYTES);
+            buffer.fill(6);
             pieces().try_for_each(|piece| Ok(far.read_exact(&mut buffer[..piece])?))
         }));
     }
@@ -160,7 +162,8 @@ fn cached_seal_and_open(bytes: u64, provider: Provider, lanes: usize) -> Result<
     let work = shares(bytes, 2 * lanes).into_iter().map(|range| -> Work {
         Box::new(move || {
             let (mut seal, mut open) = halves(provider)?;
-            let mut records = vec![3; RECORDS * RECORD_BYTES];
+            let mut records = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
+            records.fill(3);
             for _ in batches(range) {
                 for record in records.chunks_exact_mut(RECORD_BYTES) {
                     seal.seal(record)?;

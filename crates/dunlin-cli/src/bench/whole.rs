@@ -31,13 +31,17 @@ pub(crate) struct Whole {
     /// Number of measured rounds.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// The guest's memory, filled with random content; repeatable.
+    /// The guest's memory; repeatable.
     #[arg(long = "size", value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     sizes: Vec<u64>,
+    /// The part of the guest's memory with random content, in percent; the rest is zero. A host has
+    /// to hold this part twice, so a smaller part allows a larger guest.
+    #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..=100))]
+    content: u64,
     /// Number of lanes; repeatable [default: 2 and 4].
     #[arg(long)]
     lanes: Vec<u16>,
-    /// Do not write to free memory of the host before each migration.
+    /// Do not write to unused memory of the host before each migration.
     #[arg(long)]
     no_touch: bool,
     #[command(flatten)]
@@ -47,10 +51,11 @@ pub(crate) struct Whole {
 /// The guests.
 const GUESTS: [&str; 2] = ["idle", "writing"];
 
-/// The size of the memory, and the number of lanes.
+/// The size of the memory and of its content, and the number of lanes.
 #[derive(Clone, Copy)]
 struct Run {
     size: u64,
+    content: u64,
     lanes: u16,
 }
 
@@ -77,7 +82,12 @@ impl Whole {
         for _ in 0..self.rounds {
             for &size in &self.sizes {
                 for &lanes in lanes {
-                    let run = Run { size, lanes };
+                    let content = size * self.content / 100;
+                    let run = Run {
+                        size,
+                        content,
+                        lanes,
+                    };
                     self.turn(&scratch, run, &mut results, &mut progress)?;
                 }
             }
@@ -94,21 +104,25 @@ impl Whole {
         results: &mut Results,
         progress: &mut Progress,
     ) -> Result<()> {
-        let Run { size, lanes } = run;
+        let Run {
+            size,
+            content,
+            lanes,
+        } = run;
         let provider = dunlin::lane::fastest::auto().provider;
         let gibibytes = size as f64 / f64::from(1 << 30);
         progress.step(&format!("floor, lanes: {lanes}"));
         self.touch(size)?;
         let floor = {
-            let (source, target) = (memory(size, 1)?, fresh_memory(size)?);
-            floor::floor(&source, &target, size, provider, usize::from(lanes))?
+            let (source, target) = (memory(content, 1)?, fresh_memory(content)?);
+            floor::floor(&source, &target, content, provider, usize::from(lanes))?
         };
         results
             .line("whole", "floor")
             .with("guest", "none")
             .with("lanes", lanes)
             .with("guest_bytes", size)
-            .with("content", "random")
+            .with("content", self.named_content())
             .figure("total_s", floor.wall_s)
             .figure("gib_per_s", gibibytes / floor.wall_s)
             .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
@@ -123,7 +137,7 @@ impl Whole {
                 .with("guest", guest)
                 .with("lanes", lanes)
                 .with("guest_bytes", size)
-                .with("content", "random")
+                .with("content", self.named_content())
                 .figure("total_s", measured.total_s)
                 .figure("gib_per_s", gibibytes / measured.total_s)
                 .figure("cpu_s_per_gib", cpu_s / gibibytes)
@@ -142,6 +156,14 @@ impl Whole {
         Ok(())
     }
 
+    /// What the results say about the content of the guest's memory.
+    fn named_content(&self) -> String {
+        match self.content {
+            100 => "random".to_owned(),
+            part => format!("random, {part} %"),
+        }
+    }
+
     /// Writes to unused memory of the host, unless --no-touch is given. If this host is a guest,
     /// the write makes its hypervisor allocate that memory before the measurement. Call this right
     /// before the destination allocates its memory, because the hypervisor can reclaim freed memory
@@ -155,11 +177,17 @@ impl Whole {
 
     /// Starts a guest and moves it once. The CPU time of a process includes that of its guest.
     fn migrate(&self, scratch: &Scratch, guest: &str, run: Run) -> Result<Measured> {
-        let Run { size, lanes } = run;
+        let Run {
+            size,
+            content,
+            lanes,
+        } = run;
         let memory = size.to_string();
+        let content = content.to_string();
         let working_set = (size / WORKING_SET_DIVISOR).to_string();
         let writes = WRITES_PER_S.to_string();
-        let mut flags = vec!["--memory", &memory, "--fill", "random"];
+        let mut flags = vec!["--memory", &memory];
+        flags.extend(["--fill", "random", "--fill-size", &content]);
         match guest {
             "writing" => {
                 flags.extend(["--workload", "sequential", "--working-set", &working_set]);

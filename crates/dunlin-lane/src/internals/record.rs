@@ -3,8 +3,8 @@
 //!
 //! A record consists of a header of five bytes, the content, one byte with the content's type, and
 //! a tag of sixteen bytes. Records are sealed and opened in place, in the caller's buffer. If the
-//! crypto library supports it, the cipher works between that buffer and guest memory instead, so
-//! pages are not copied. [`SealHalf`] and [`OpenHalf`] count their own records and are independent
+//! crypto library supports it, the cipher works between that buffer and other memory instead, of a
+//! guest or of this process, so the content is not copied. [`SealHalf`] and [`OpenHalf`] count their own records and are independent
 //! of each other, so they can belong to two threads.
 //!
 //! Keys are not updated. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one
@@ -231,7 +231,8 @@ impl std::fmt::Display for Alert {
 /// The content of an opened record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opened {
-    /// Data of this many bytes, in place after the record's header.
+    /// Data of this many bytes: after the record's header, or at the beginning of the memory that
+    /// [`OpenHalf::open_into`] fills.
     Data(usize),
     /// close_notify: the peer sends nothing more on this lane, and this close is authentic.
     Closed,

@@ -190,31 +190,6 @@ fn memory_of_every_length_arrives() {
 }
 
 #[test]
-fn i3_a_read_may_end_at_any_byte() {
-    for (mut sender, mut receiver) in every_security() {
-        let content = pattern(160 * 1024, 6);
-        let mut sent = content.clone();
-        let sending = thread::spawn(move || {
-            for part in sent.chunks_mut(37_000) {
-                sender.send_with(b"", part).unwrap();
-            }
-            sender
-        });
-        let mut received = vec![0xee; content.len()];
-        let mut rest = &mut received[..];
-        for bytes in [1, 16_383, 1, 16_384, 0, 5000, 16_385, 40_000, 3, 2, 1] {
-            let (out, behind) = rest.split_at_mut(bytes);
-            receiver.read_exact(out).unwrap();
-            assert!(behind.iter().all(|&byte| byte == 0xee));
-            rest = behind;
-        }
-        receiver.read_exact(rest).unwrap();
-        assert!(received == content);
-        drop(sending.join().unwrap());
-    }
-}
-
-#[test]
 fn a_header_that_is_too_long_is_refused_and_the_lane_stays_open() {
     let (mut sender, mut receiver) = plain();
     let error = sender.send(&[0; HEADER_LIMIT_BYTES + 1]).unwrap_err();

@@ -246,6 +246,73 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_received() {
 }
 
 #[test]
+fn i7_a_changed_byte_ends_a_read_into_private_memory() {
+    for (provider, suite) in combinations() {
+        for record in 0..3 {
+            let (mut sender, mut tap, mut onward, mut receiver) = intercepted(provider, suite);
+            let mut content = pattern(2 * CONTENT_BYTES + PAGE_BYTES, 8);
+            sender.send_with(b"head", &mut content).unwrap();
+            sender.finish().unwrap();
+            let mut wire = Vec::new();
+            tap.read_to_end(&mut wire).unwrap();
+            let payload = 4 + OVERHEAD_BYTES;
+            wire[payload + record * RECORD_BYTES + HEADER_BYTES + 100] ^= 1;
+            onward.write_all(&wire).unwrap();
+            assert!(receiver.next(&mut [0; 4], None).unwrap());
+            let mut received = vec![0; content.len()];
+            let error = receiver.read_exact(&mut received).unwrap_err();
+            assert!(
+                matches!(error, ReceiveError::Record(OpenError::Authentication)),
+                "{provider} {suite} {record}: {error}"
+            );
+            assert!(received[..record * CONTENT_BYTES] == content[..record * CONTENT_BYTES]);
+            assert!(matches!(
+                receiver.read_exact(&mut [0]),
+                Err(ReceiveError::Spent)
+            ));
+        }
+    }
+}
+
+#[test]
+fn i7_a_close_inside_a_read_is_an_error() {
+    for (name, mut sender, mut receiver) in every_lane() {
+        sender.send_with(b"", &mut pattern(PAGE_BYTES, 9)).unwrap();
+        sender.finish().unwrap();
+        let error = receiver.read_exact(&mut [0; 3 * PAGE_BYTES]).unwrap_err();
+        assert!(
+            matches!(error, ReceiveError::ClosedInside),
+            "{name}: {error}"
+        );
+    }
+}
+
+#[test]
+fn i3_a_read_may_end_at_any_byte() {
+    for (name, mut sender, mut receiver) in every_lane() {
+        let content = pattern(160 * 1024, 6);
+        let mut sent = content.clone();
+        let sending = thread::spawn(move || {
+            for part in sent.chunks_mut(37_000) {
+                sender.send_with(b"", part).unwrap();
+            }
+            sender
+        });
+        let mut received = vec![UNTOUCHED; content.len()];
+        let mut rest = &mut received[..];
+        for bytes in [1, 16_383, 1, 16_384, 0, 5000, 16_385, 40_000, 3, 2, 1] {
+            let (out, behind) = rest.split_at_mut(bytes);
+            receiver.read_exact(out).unwrap();
+            assert!(behind.iter().all(|&byte| byte == UNTOUCHED), "{name}");
+            rest = behind;
+        }
+        receiver.read_exact(rest).unwrap();
+        assert!(received == content, "{name}");
+        drop(sending.join().unwrap());
+    }
+}
+
+#[test]
 fn i7_a_close_inside_a_payload_is_an_error() {
     for (provider, suite) in combinations() {
         let (source, target) = guests();

@@ -27,7 +27,7 @@ const PIECE_BYTES: usize = 512 << 10;
 /// towards [`Limits::peer_bytes`](crate::Limits::peer_bytes).
 pub(super) const CHANNEL_BYTES: u64 = 2 * (1080 << 10);
 
-const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES + LINE_BYTES);
 // A channel has four buffers of one piece each, and rustls buffers one record per direction. The
 // third record is room for overhead: a sealed record is up to 29 bytes longer than its content.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
@@ -94,13 +94,14 @@ impl Channel {
     pub(super) fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
         let mut records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
         let mut content = Vec::with_capacity(PIECE_BYTES);
-        let mut filled = 0;
+        // The bytes that have been received, but not opened.
+        let (mut start, mut filled) = (0, 0);
         loop {
             match until_not_interrupted(|| (&self.tls).read(&mut records[filled..])) {
                 Ok(0) => return Err(self.lost("closed without close_notify")),
                 Ok(count) => filled += count,
                 Err(error) if is_early(&error) => {
-                    if filled == 0 {
+                    if start == filled {
                         drop((std::mem::take(&mut records), std::mem::take(&mut content)));
                         self.wait(&self.tls);
                         records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
@@ -111,14 +112,17 @@ impl Channel {
                 Err(error) => return Err(self.of_io(&error)),
             }
             content.clear();
-            let opened = tls.session.open(&mut records[..filled], &mut content);
+            let opened = tls.session.open(&mut records[start..filled], &mut content);
             let opened = opened.map_err(|error| self.of_tls(&error))?;
             self.write(&content, opened.is_over)?;
             if opened.is_over {
                 return self.end_inward();
             }
-            records.copy_within(opened.taken..filled, 0);
-            filled -= opened.taken;
+            // The next read begins at a multiple of a line.
+            let rest = start + opened.taken..filled;
+            start = rest.len().next_multiple_of(LINE_BYTES) - rest.len();
+            filled = start + rest.len();
+            records.copy_within(rest, start);
             self.send_pending(tls)?;
         }
     }

@@ -4,8 +4,9 @@
 //! writes them to the socket, if possible in one call. A [`DataReceiver`] reads large blocks and
 //! opens records one by one. If the crypto library supports it, pages are sealed straight from the
 //! source's memory ([`Frame::guest_page`]) and opened straight into the destination's memory
-//! ([`DataReceiver::payload_into`]); otherwise each side copies them once. The kernel's own copies
-//! are additional. Sending and receiving frames allocates nothing.
+//! ([`DataReceiver::payload_into`]); otherwise each side copies them once. [`DataSender::send_with`]
+//! and [`DataReceiver::read_exact`] do the same for private memory. The kernel's own copies are
+//! additional. Sending and receiving frames allocates nothing.
 //!
 //! A frame consists of a header, which the caller defines, and a payload. The header must contain
 //! the payload's length. Three kinds of security share this code: TLS records made by this process,

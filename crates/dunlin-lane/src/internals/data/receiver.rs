@@ -30,7 +30,7 @@ use crate::internals::record::{
 /// of the cost, small enough to stay in the second-level cache until opened.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES + LINE_BYTES);
 
 /// Maximum number of pieces of guest memory into which one record is opened. A record that spans
 /// more pieces is opened in the receive buffer and then copied. A record of a
@@ -211,7 +211,8 @@ impl DataReceiver {
     }
 
     /// Fills `out` with the next bytes of the frame. If the crypto library supports it, records are
-    /// opened straight into `out`, without a copy.
+    /// opened straight into `out`, without a copy, except those for which `out` has less space than
+    /// the content and one byte.
     ///
     /// # Errors
     /// [`ReceiveError`]. `out` then holds undefined bytes.
@@ -498,10 +499,12 @@ impl DataReceiver {
                 return Ok(self.record_opened(opened, start));
             }
         }
-        // Move the partial record to the front, so that every read has the whole buffer available
-        // and reuses the same cached bytes.
-        self.buffer.copy_within(self.sealed.clone(), 0);
-        self.sealed = 0..self.sealed.len();
+        // Move the partial record to the front, so that every read has almost the whole buffer
+        // available and reuses the same cached bytes. The read begins at a multiple of a line.
+        let bytes = self.sealed.len();
+        let start = bytes.next_multiple_of(LINE_BYTES) - bytes;
+        self.buffer.copy_within(self.sealed.clone(), start);
+        self.sealed = start..start + bytes;
         if self.fill()? == 0 {
             return Err(if self.link.is_cancelled() {
                 ReceiveError::Cancelled

@@ -37,11 +37,13 @@ const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 /// is the offset of the payload itself. The smallest offset is less than [`LINE_BYTES`] below it.
 ///
 /// Formula: the buffer begins at a page, and frames begin at a multiple of [`LINE_BYTES`], from which
-/// the kernel copies fast. The positions of the records in their pages are then between 96 and 512,
-/// so copies from pages of guest memory are fast too. See [`dunlin_linux::aligned`].
+/// the kernel copies fast. The records then begin 97 to 512 bytes after the beginning of a page, so
+/// copies from pages of guest memory are fast too. See [`dunlin_linux::aligned`].
 const FRONT: usize = HEADER_LIMIT_BYTES + 160;
 const _: () = assert!(HEADER_LIMIT_BYTES.is_multiple_of(PAGE_BYTES));
 const _: () = assert!(FRONT >= HEADER_LIMIT_BYTES + OVERHEAD_BYTES + LINE_BYTES);
+const _: () = assert!(FRONT % PAGE_BYTES > 2 * LINE_BYTES);
+const _: () = assert!(FRONT % PAGE_BYTES + RECORDS_PER_FRAME * OVERHEAD_BYTES <= 512);
 
 /// Why a frame could not be sent. The lane must be closed, because the peer may have received part
 /// of the frame. After [`SendError::HeaderTooLong`] and [`SendError::PayloadTooLong`], however,
@@ -191,18 +193,15 @@ impl DataSender {
     }
 
     /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
-    /// If the crypto library supports it, the payload is sealed straight from there, without a
-    /// copy. The payload keeps its content.
+    /// If the crypto library supports it, a payload of more than a page is sealed straight from
+    /// there, without a copy. The payload keeps its content; it is mutable only because the kernel
+    /// takes it like guest memory.
     ///
     /// # Errors
     /// [`SendError`]. After [`SendError::PayloadTooLong`] and [`SendError::HeaderTooLong`] nothing
     /// was sent, and the lane can still be used.
     #[cfg(feature = "unstable-internals")]
     pub fn send_with(&mut self, header: &[u8], payload: &mut [u8]) -> Result<(), SendError> {
-        let bytes = payload.len();
-        if bytes > BATCH_BYTES {
-            return Err(SendError::PayloadTooLong { bytes });
-        }
         self.transmit(header, Payload::Private(payload))
     }
 
@@ -351,6 +350,10 @@ impl DataSender {
         if bytes > HEADER_LIMIT_BYTES {
             return Err(SendError::HeaderTooLong { bytes });
         }
+        let filled = payload.len();
+        if filled > BATCH_BYTES {
+            return Err(SendError::PayloadTooLong { bytes: filled });
+        }
         if let Security::Kernel(_) = &self.security {
             return match &mut payload {
                 Payload::Guest(pages) => self.transmit_by_kernel(header, pages),
@@ -359,7 +362,6 @@ impl DataSender {
                 }
             };
         }
-        let filled = payload.len();
         let Layout {
             lead,
             stride,
