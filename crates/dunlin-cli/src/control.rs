@@ -250,7 +250,10 @@ impl Client {
             let at = socket.display();
             let what = match error.kind() {
                 ErrorKind::PermissionDenied => {
-                    format!("{at} accepts only the {owner}'s user: run the command as that user, or as root")
+                    format!(
+                        "{at} accepts only the user as which the {owner} runs: run the command as \
+                         that user, or as root"
+                    )
                 }
                 _ => format!(
                     "no {owner} answers at {at}: check that its process runs with this --control"

@@ -67,7 +67,7 @@ fn the_log_states_what_seals_records_and_the_configuration_applies() {
 fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
     let hosts = Hosts::new();
     let _target = listen(hosts.scratch.join("out"));
-    // Another route admits the peer to the tunnel, but not to this route.
+    // The route `other` admits the peer to the tunnel. The route that the client uses does not.
     let config = far_config(&hosts, "c.test")
         + "[route.other]\ntarget = \"tcp:127.0.0.1:9\"\nallow = [\"a.test\"]\n";
     let far = Tunnel::start(&hosts, "far", &config);

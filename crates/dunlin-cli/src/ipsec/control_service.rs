@@ -220,7 +220,7 @@ impl AssociationLine {
 /// Selects processes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Which {
-    /// The process: the peer's name as given to `up`, or `serve` [default: all].
+    /// The process: `serve`, or the name of the peer that was given to `up` [default: all].
     name: Option<String>,
     #[command(flatten)]
     control: ControlPath,
@@ -278,7 +278,8 @@ impl Which {
                 Ok(answer) => answers.push(answer),
                 // A dead process is an error only if the operator named it.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
-                // The status shows the sessions of this process from their records.
+                // `status` continues without the answer: it shows that process's sessions from
+                // their records.
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     let (at, why) = (socket.display(), chained(&error));
                     warn([format!("no status from {at}: {why}")]);

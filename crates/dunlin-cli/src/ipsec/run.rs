@@ -274,14 +274,17 @@ impl Up {
         {
             let name = signal.name();
             say(&format!(
-                "{name}: ports {} to {to} are not protected",
+                "{name}: connections to {to} on ports {} are not protected",
                 self.ports
             ));
             return Ok(CANCELLED);
         }
-        let session = session
-            .map_err(with_advice)
-            .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
+        let session = session.map_err(with_advice).with_context(|| {
+            format!(
+                "connections to {to} on ports {} are not protected",
+                self.ports
+            )
+        })?;
         println!("up");
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));

@@ -17,9 +17,9 @@ pub(super) struct Table {
     objects: Vec<Value>,
 }
 
-/// A table without the counters and handles, which change while the table is in force. `apply`
-/// writes the record of its table to a file for later comparisons, because nft lists rules in a
-/// form that differs from the form in which it reads them.
+/// A table without the counters and handles, which change while the table is in force. nft lists
+/// rules in another form than the one in which it reads them. So `apply` lists the table that it
+/// has loaded and saves that list to a file, for later comparisons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     version: String,

@@ -97,11 +97,11 @@ pub struct Limits {
     pub handovers: usize,
 }
 
-/// The default of [`Limits::handovers`]. The kernel rejects a socket if one user already has more
-/// sockets in flight than its limit of open files, usually 1,024 (unix(7)). With 32, about 30 names
-/// have room for their sockets if no receiver reads, and QEMU with 16 multifd channels has room if its
-/// receiver pauses. The drawback is that a receiver that pauses loses all but 32 clients of a burst; a
-/// higher number leaves room for fewer names.
+/// The default of [`Limits::handovers`], the number of unread sockets for one name. The kernel
+/// rejects a socket if one user already has more sockets in flight, for all names together, than
+/// its limit of open files, usually 1,024 (unix(7)). So 32 for each name suffice for about 30 names
+/// if no receiver reads. QEMU with 16 multifd channels may pause. The drawback is that a receiver
+/// that pauses loses all but 32 clients of a burst; a higher number leaves room for fewer names.
 const HANDOVERS: usize = 32;
 
 impl Default for Limits {

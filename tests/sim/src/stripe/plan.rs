@@ -62,7 +62,8 @@ pub struct Talk {
     pub bite: u64,
     /// The time between two reads.
     pub bite_ns: u64,
-    /// Whether this side receives nothing until all channels without a stalling side have ended.
+    /// Whether this side stalls: it reads nothing until all channels that have no stalling side
+    /// have ended.
     pub stalls: bool,
 }
 

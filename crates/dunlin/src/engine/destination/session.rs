@@ -365,8 +365,8 @@ impl<'a> Session<'a> {
         (used(&self.cpu, self.cpu_before), answering)
     }
 
-    /// Stops accepting. If the listener is shared, it keeps `record` and goes on answering
-    /// inquiries from it. Otherwise returns `record`.
+    /// Stops accepting. A shared listener keeps `record`, and uses it to answer inquiries.
+    /// Otherwise returns `record`.
     fn stop_accepting(
         &mut self,
         record: Option<SessionJournal>,
