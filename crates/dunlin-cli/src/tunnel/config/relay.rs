@@ -167,7 +167,7 @@ allow = ["a.example"]
             ("tls = \"1.2\"", "tls = \"1.1\"", 7, "write \"1.3\""),
             ("tls = \"1.2\"", "lanes = 4", 7, "needs mode = \"stripe\""),
             ("tls = \"1.2\"", "window = \"1M\"", 7, "needs mode"),
-            ("to = \"b.example:16514\"", "", 5, "add to"),
+            ("to = \"b.example:16514\"", "", 5, "set `to"),
             (
                 "listen = \"unix:/run/dunlin/ram.sock\"",
                 "",

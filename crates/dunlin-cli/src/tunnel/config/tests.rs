@@ -108,7 +108,7 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
         ),
         ("b.example:18300", "2001:db8::2:18300", 13, "in brackets"),
         ("b.example:18300", "2001:db8::2", 13, "in brackets"),
-        ("to = \"b.example:18300\"", "", 12, "add to"),
+        ("to = \"b.example:18300\"", "", 12, "set `to"),
         ("lanes = 2", "lanes = 200", 14, "1 to 128"),
         ("lanes = 2", "lanes = \"all\"", 14, "or \"auto\""),
         ("lanes = 2", "lane = 2", 14, "lane"),
