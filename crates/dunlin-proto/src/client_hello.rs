@@ -171,7 +171,7 @@ impl Start {
         Ok(())
     }
 
-    /// Bytes of the message known to be missing.
+    /// The number of bytes that are known to be missing from the message.
     fn missing(&self) -> usize {
         let [_, high, middle, low] = self.header;
         let body = match self.received {

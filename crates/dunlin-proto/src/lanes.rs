@@ -17,8 +17,8 @@
 //!
 //! A lane is stalled if something that it carries is not confirmed in time. A lane that may be
 //! waiting at a mark for another lane does not count as stalled, because the other lane causes the
-//! delay. The destination confirms chunks with *ack*, and marks and ends with
-//! [`crate::control::Reached`]. A lane that is lost while it opens is fenced too, because the
+//! delay. The destination confirms chunks with *ack*. It confirms the marks and the end of a lane
+//! with [`crate::control::Reached`]. A lane that is lost while it opens is fenced too, because the
 //! destination may have admitted it.
 
 pub(crate) mod lifecycle;

@@ -54,8 +54,8 @@ pub enum MarkError {
 
 impl Marks {
     /// Adds a lane that was opened. From now on no other lane passes a mark that this lane has not
-    /// reached. The new lane starts at the lowest position of all lanes. The first mark on the new
-    /// lane then shows in which iteration the lane starts.
+    /// reached. Until its first mark, the new lane counts as being at the lowest position of all
+    /// lanes. The first mark shows in which iteration the new lane starts.
     pub fn open(&mut self, lane: u16) {
         let reached = self.live.values().map(|one| one.reached).min().unwrap_or(0);
         self.live.insert(

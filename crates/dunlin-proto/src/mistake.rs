@@ -66,7 +66,7 @@ mistakes! {
     /// All mistakes that can be planted in the tunnel.
     STRIPE {
         /// The tunnel grants a channel twice its window regardless of the other channels. Right:
-        /// all channels together stay within the peer's bound.
+        /// the grants of all channels of a peer together stay within one bound.
         CreditOverWindow,
         /// A tunnel frame is acknowledged while its bytes are still being buffered. Right: the
         /// frame is acknowledged after its bytes are buffered.

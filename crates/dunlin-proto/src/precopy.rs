@@ -4,9 +4,9 @@
 //! After each iteration the engine fetches the dirty log and calls
 //! [`Precopy::after_iteration`]. The rules:
 //!
-//! 1. The predicted downtime is the remainder divided by the measured
-//!    bandwidth, plus a quarter because both vary, plus the fixed costs (state,
-//!    round trips, the journal's sync).
+//! 1. The predicted downtime is the transfer time, plus a quarter of it, plus the fixed costs
+//!    (state, round trips, the journal's sync). The transfer time is the remainder divided by the
+//!    measured bandwidth. The quarter is added because the bandwidth varies.
 //! 2. If the prediction is within the downtime limit, iterations continue as long as two conditions
 //!    hold: each iteration shrinks the remainder by a quarter, and more than a negligible remainder
 //!    is left. These iterations reduce the downtime at little cost. When one of the conditions no

@@ -108,7 +108,7 @@ pub struct LaneCourse {
     pub chunks: u64,
     /// Acknowledged chunks.
     pub acknowledged: u64,
-    /// The lane's last mark; 0 if none.
+    /// The newest mark assigned to the lane; 0 if none.
     pub mark: u32,
     /// Whether *end* was assigned to the lane.
     pub ended: bool,
@@ -316,7 +316,7 @@ impl Schedule {
     }
 
     /// Adds up to `room` pending pages to the chunk in `plan`, which is the
-    /// lane's last chunk and is not sent yet. A lane calls this if it finds that
+    /// lane's newest chunk and is not sent yet. A lane calls this if it finds that
     /// pages of the chunk are zero and need no payload. The new ranges are
     /// appended. Returns whether any were added.
     ///

@@ -3,7 +3,7 @@
 //! Each lane asks for the bytes of its next chunk and waits until they are granted. Requests of one
 //! session are granted in order. Among sessions, the one that has got the least comes first
 //! (start-time fair queueing: Goyal, Vin and Cheng, 1996). Sessions that always have a request
-//! therefore get equal shares, and share equally what the other sessions do not use. An idle
+//! therefore get equal shares. They also divide equally what the other sessions do not use. An idle
 //! session does not save up a share for later.
 //!
 //! Getter: [`Shares::first`]. Commands: [`Shares::request`], [`Shares::claim`],

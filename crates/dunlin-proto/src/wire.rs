@@ -172,8 +172,8 @@ impl<'a> Reader<'a> {
             .map_err(|_| DecodeError::new(what, DecodeReason::BadText, offset))
     }
 
-    /// Reads a 16-bit count of items, at most `limit`, of at least `item_bytes` each. Checks that
-    /// enough bytes are left for all of them, so the caller can allocate memory for this count.
+    /// Reads a 16-bit count of items; the count is at most `limit`. Checks that at least
+    /// `item_bytes` bytes are left for each item, so the caller can allocate memory for this count.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].

@@ -300,7 +300,7 @@ impl Exchange {
                 }
                 if (own.own, own.other) != (peers.other, peers.own) {
                     let text = format!(
-                        "the connecting side has address {} and the accepting side sees {}; the accepting side has address {} and the connecting side sees {}",
+                        "the two sides do not see the same addresses: the connecting side has address {} and the accepting side sees {}; the accepting side has address {} and the connecting side sees {}",
                         own.own, peers.other, peers.own, own.other
                     );
                     return Err(Breach(FaultCode::AddressTranslated, text));

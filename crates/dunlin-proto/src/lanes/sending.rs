@@ -167,7 +167,7 @@ impl Sending {
     }
 
     /// Whether everything has been sent, so *final* can follow: each lane has
-    /// ended, or is lost with no chunk unconfirmed.
+    /// ended, or is lost and all its chunks are confirmed.
     #[must_use]
     pub fn complete(&self) -> bool {
         let is_done = |lane: &Lane<Progress>| {

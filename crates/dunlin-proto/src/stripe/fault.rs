@@ -20,9 +20,10 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// A barrier names a channel that is not an earlier channel of the peer.
+    /// A barrier lists the channels for which a new channel waits. This one lists a channel that is
+    /// not an earlier channel of the peer.
     #[error(
-        "barrier of channel {channel} names channel {earlier}, which is not an earlier channel of the peer"
+        "peer's channel {channel} waits for channel {earlier}, which is not an earlier channel of the peer"
     )]
     Barrier {
         /// The channel.

@@ -40,7 +40,7 @@ pub(super) struct Outbound {
     /// The number of newer channels that cannot open yet, because this channel's unread bytes are
     /// not counted yet. Those bytes are to arrive before the newer channels open.
     pub(super) counted_for: u32,
-    /// Whether the other half is connected.
+    /// Whether both ends of the channel are connected.
     pub(super) open: bool,
     pub(super) eof: Option<u64>,
     /// Whether the other side has sent *closed*.

@@ -136,7 +136,7 @@ pub struct Trunk<T> {
     round_trip: RoundTrip,
     agenda: Agenda,
     control: Control,
-    /// Bytes read since the trunk last had no channel.
+    /// Bytes read from sockets; 0 again when the trunk has no channel.
     busy_bytes: u64,
     idle_since_ns: u64,
     draining: bool,
@@ -163,7 +163,7 @@ struct Agenda {
     refusals: VecDeque<(u16, FaultCode, String)>,
     pong: Option<u64>,
     ping_wanted: bool,
-    /// The token of the last ping, which is the time at which it was sent.
+    /// The token of the newest ping: the time at which this side sent the ping.
     ping_ns: Option<u64>,
     /// Whether *drain* is due.
     drain_due: bool,

@@ -146,8 +146,8 @@ const KEEP_PAUSED: &[Do] = &[
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 
 impl Source {
-    /// Continues from the journal after the source's process has ended. If the VM ran
-    /// in that process, it is lost. A VM in another process is in the state in which
+    /// Continues from the journal after the source's process has ended. A VM that ran
+    /// in that process is lost. A VM in another process is in the state in which
     /// the source's process left it.
     #[must_use]
     pub fn restarted(record: SourceRecord) -> (Self, &'static [SourceAction]) {

@@ -148,9 +148,9 @@ fn the_whole_table_is_as_recorded() {
     );
 }
 
-/// After *commit*, an event resumes the guest at the source immediately only if the destination
-/// reports *aborted*, in an answer or by *cancel*. After *ran, then died*, no event does so: the
-/// source first records an operator's decision.
+/// After *commit*, only one report of the destination resumes the guest at the source immediately:
+/// *aborted*, in an answer or by *cancel*. After *ran, then died*, no event resumes the guest
+/// immediately: the source first records an operator's decision.
 #[test]
 fn i1_after_commit_only_aborted_or_the_operator_resumes_the_guest() {
     for state in [Source::Committed, Source::InDoubt, Source::RanThenDied] {

@@ -79,8 +79,8 @@ pub(super) fn ends(one: u16, other: u16) -> [Packet; 2] {
 }
 
 /// Returns all steps of a session: initial policies, SAs, one more SA, new keys, removal. Also
-/// returns three step counts: after the initial policies, before the removal, and before the
-/// removal that requires quiet ports.
+/// returns three step counts: after the initial policies, before the removal, and before the part
+/// of the removal that waits until no connection uses the ports.
 pub(super) fn life(
     parameters: &SessionParameters,
     own: &[Sender],

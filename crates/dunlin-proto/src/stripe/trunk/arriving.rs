@@ -38,7 +38,7 @@ impl<T: Clone> Trunk<T> {
 
     /// Records that the payload of a piece has arrived completely on an admitted lane. The return
     /// value decides what the caller does with the piece. After [`Arrival::Deliver`] the caller
-    /// writes the piece immediately, so it needs no buffer of its own.
+    /// writes the piece immediately, so the piece needs no buffer of its own.
     ///
     /// # Errors
     /// The peer violates the protocol. The caller then calls [`Trunk::end`].

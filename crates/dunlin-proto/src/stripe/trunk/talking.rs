@@ -333,15 +333,16 @@ impl<T: Clone> Trunk<T> {
                 return Err(PeerFault::UnknownChannel { channel });
             }
             // The *open* of the channel was lost with a control lane, so this message is the first
-            // with its number.
+            // with the channel's number.
             self.highest_theirs = Some(channel);
         }
         if let Some(one) = self.channels.get(&channel) {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
-            // The consumer may leave bytes unread only if this side has read its hypervisor's
-            // stream to the end. Otherwise the channel is broken.
+            // The peer's consumer may leave bytes unread only on a channel that this side opened,
+            // and only after this side has read its own hypervisor's stream to the end. Otherwise
+            // the channel is broken.
             let fault = match fault {
                 FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
                     FaultCode::ChannelBroken
