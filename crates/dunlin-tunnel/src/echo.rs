@@ -19,7 +19,7 @@ use std::time::Duration;
 use super::counted::Counted;
 use super::socket::Stream;
 
-/// The route of the echo. A configured target of this name takes its place.
+/// The name of the echo's route. A configured route with this name and a target replaces the echo.
 pub(super) const ECHO_ROUTE: &str = "dunlin-echo";
 
 /// The maximum number of bytes that an echo returns.

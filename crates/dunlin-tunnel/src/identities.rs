@@ -23,7 +23,7 @@ pub struct Identities {
 
 impl Identities {
     /// Whether a tunnel with these routes connects to peers. If not, the tunnel still opens lanes
-    /// to connected peers that have wire version 1 or use lanes over IPsec.
+    /// to peers that have connected to it and that have wire version 1 or use lanes over IPsec.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()

@@ -213,7 +213,7 @@ impl Listening {
         };
         let Some(entrance) = site.redirected_entrance(original) else {
             return refuse(format!(
-                "its destination, {original}, belongs to no redirect"
+                "the original destination {original} belongs to no redirect"
             ));
         };
         let key = (entrance.route.clone(), entrance.to.clone());

@@ -25,8 +25,9 @@ use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
 
-/// After a read of at least this many bytes, the socket is read again immediately. Sending that
-/// many bytes takes so long that another thread should watch the sockets in the meantime.
+/// After a read of at least this many bytes, the next lane with a free thread reads the socket
+/// again, without waiting for an event. This thread needs a while to send the bytes, so another
+/// thread watches the sockets in the meantime.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from dialling to the end.

@@ -268,8 +268,8 @@ fn read_one(
     Ok(message?)
 }
 
-/// Reports that the peer has not answered the first ping. Does not end the trunk yet: the peer's
-/// process may only lack processor time, and from here such a process looks stopped.
+/// Reports that the peer has not answered the first ping. Does not end the trunk yet: from here, a
+/// process that only lacks processor time looks the same as a stopped one.
 fn report_silence(hub: &Hub, control: &ControlStream) {
     // The peer's kernel acknowledges the ping even if the peer's process does not run.
     let host_answers = silence(control.socket()).is_ok_and(|found| found.unacknowledged == 0);

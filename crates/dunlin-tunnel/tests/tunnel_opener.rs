@@ -1,5 +1,5 @@
-//! Trunks of version 2, on which the side that dialled the trunk opens the lanes of both directions:
-//! with an accepting side that cannot connect back, with peers of version 1, and with hostile peers.
+//! On a trunk of version 2, the side that dialled the trunk opens the lanes of both directions. The
+//! tests use accepting sides that cannot connect back, peers of version 1, and hostile peers.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{Read, Write};

@@ -453,7 +453,7 @@ fn a_peer_that_takes_no_bytes_of_any_channel_is_reported_once() {
     };
     assert!(host_answers, "{reported}");
     assert_eq!(reported.fault(), Some(FaultCode::ControlLost));
-    // Four more checks. No event ends this wait.
+    // In this time the tunnel checks the peer four more times. No event shows the checks, so sleep.
     thread::sleep(limits.vanished / 4);
     assert_eq!(scene.near_events.count(silent), 1);
     let mut sent = vec![0; 40 << 20];
