@@ -65,7 +65,8 @@ fn names(
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(Vec::new());
     };
-    // The environment is inherited: the service manager passed the sockets to another process.
+    // If `pid` is another process, the service manager passed the sockets to that process. This
+    // process has only inherited the environment.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
     }

@@ -304,9 +304,9 @@ impl Identity {
         })
     }
 
-    /// Checks this host's certificate against its own trust anchors and revocation lists. An
-    /// incomplete chain is only a warning, and other errors are ignored, because the peers' anchors
-    /// may differ. A revoked certificate is an error.
+    /// Checks this host's certificate against its own trust anchors and revocation lists. A
+    /// revoked certificate is an error. An incomplete chain is only a warning, and all other errors
+    /// are ignored, because the peers' anchors may differ.
     fn check_chain(&self) -> Result<Option<Warning>, IdentityErrorKind> {
         let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
         let algorithms = handshake_algorithms();

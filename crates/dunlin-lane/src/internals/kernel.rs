@@ -172,7 +172,7 @@ fn process(reason: &dyn fmt::Display) -> Choice {
 /// Returns what the kernel supports for `suite`, from a cached probe. A refusal is cached for only
 /// half a minute, because the module may be loaded later. A failure of this process (for example,
 /// no free descriptor) is not cached. Call this function before the process loses the ability to
-/// connect to itself: the cached result then remains valid.
+/// connect to itself: if the kernel cannot be probed again, the cached result stays valid.
 ///
 /// # Errors
 /// [`Refused`].

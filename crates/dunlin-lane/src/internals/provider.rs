@@ -85,7 +85,8 @@ impl Crypto {
     /// Returns settings with `provider` and all suites, AES-256-GCM first.
     ///
     /// If aws-lc-rs is built in, the first call seeds its random generator, which takes about 45 ms
-    /// of CPU time. Call it before a migration starts, so that the migration does not take longer.
+    /// of CPU time. Make this call before a migration starts, so that the migration does not take
+    /// longer.
     pub fn with(provider: Provider) -> Self {
         seed();
         Self {

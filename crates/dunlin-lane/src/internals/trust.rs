@@ -125,8 +125,8 @@ impl Authorities {
     /// Builds a chain from `leaf` to a trust anchor, in which no certificate is revoked. Returns
     /// the SHA-256 of the anchor's SubjectPublicKeyInfo (DER).
     ///
-    /// A certificate is accepted if its authority has no revocation list here, because the file
-    /// layouts do not define which authorities need one. A certificate is refused if its
+    /// A certificate is accepted if its authority has no revocation list here, because no layout of
+    /// an identity's files defines which authorities need a list. A certificate is refused if its
     /// authority's list is out of date.
     pub(super) fn verify(
         &self,

@@ -800,7 +800,7 @@ fn dial_error(
     }
 }
 
-/// A connector to a peer that never answers: it waits for `stop` or the deadline.
+/// A connector that never connects: it waits for `stop` or the deadline, and then fails.
 struct NeverConnects;
 
 impl Connector for NeverConnects {

@@ -211,8 +211,8 @@ impl DataReceiver {
     }
 
     /// Fills `out` with the next bytes of the frame. If the crypto library supports it, records are
-    /// opened straight into `out`, without a copy, except those for which `out` has less space than
-    /// the content and one byte.
+    /// opened straight into `out`, without a copy. A record is still copied if `out` has less space
+    /// than the record's content and one byte.
     ///
     /// # Errors
     /// [`ReceiveError`]. `out` then holds undefined bytes.
@@ -500,7 +500,7 @@ impl DataReceiver {
             }
         }
         // Move the partial record to the front, so that every read has almost the whole buffer
-        // available and reuses the same cached bytes. The read begins at a multiple of a line.
+        // available and reuses the same cached bytes. The read begins at a cache line.
         let bytes = self.sealed.len();
         let start = bytes.next_multiple_of(LINE_BYTES) - bytes;
         self.buffer.copy_within(self.sealed.clone(), start);

@@ -36,9 +36,10 @@ const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 /// The largest offset in the buffer at which the payload's first record begins. On a plain lane, it
 /// is the offset of the payload itself. The smallest offset is less than [`LINE_BYTES`] below it.
 ///
-/// Formula: the buffer begins at a page, and frames begin at a multiple of [`LINE_BYTES`], from which
-/// the kernel copies fast. The records then begin 97 to 512 bytes after the beginning of a page, so
-/// copies from pages of guest memory are fast too. See [`dunlin_linux::aligned`].
+/// Formula: the buffer begins at a page. Each frame begins at a multiple of [`LINE_BYTES`], because
+/// the kernel copies fast from such an address. The payload's records then begin 97 to 512 bytes
+/// after the beginning of a page, so copies from pages of guest memory are fast too. See
+/// [`dunlin_linux::aligned`].
 const FRONT: usize = HEADER_LIMIT_BYTES + 160;
 const _: () = assert!(HEADER_LIMIT_BYTES.is_multiple_of(PAGE_BYTES));
 const _: () = assert!(FRONT >= HEADER_LIMIT_BYTES + OVERHEAD_BYTES + LINE_BYTES);
@@ -194,8 +195,8 @@ impl DataSender {
 
     /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
     /// If the crypto library supports it, a payload of more than a page is sealed straight from
-    /// there, without a copy. The payload keeps its content; it is mutable only because the kernel
-    /// takes it like guest memory.
+    /// there, without a copy. The payload keeps its content. The reference is mutable only because
+    /// kernel TLS gets the payload as a [`VolatileSlice`], like guest memory.
     ///
     /// # Errors
     /// [`SendError`]. After [`SendError::PayloadTooLong`] and [`SendError::HeaderTooLong`] nothing
