@@ -101,17 +101,20 @@ fn untrusted(why: &Option<UntrustedReason>) -> String {
     match why {
         Some(UntrustedReason::SelfSigned { pin }) => {
             format!(
-                "it is self-signed, with the key {pin}; to trust it, append it to the CA bundle"
+                "this certificate is self-signed, with the key {pin}; to trust it, append the \
+                 certificate to the CA bundle"
             )
         }
         Some(UntrustedReason::UnknownRoot { authority }) => {
             format!(
-                "it was issued by {authority}; to trust that authority, append it to the CA bundle"
+                "this certificate was issued by {authority}; to trust that authority, append the \
+                 authority's certificate to the CA bundle"
             )
         }
         Some(UntrustedReason::IncompleteChain { issuer }) => format!(
-            "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
-             trust the authority, append its certificate to the CA bundle"
+            "this certificate was issued by {issuer}, and the peer did not send that authority's \
+             certificate; to trust the authority, append the authority's certificate to the CA \
+             bundle"
         ),
         None => "its issuer is unknown; append that issuer to the CA bundle".to_owned(),
     }

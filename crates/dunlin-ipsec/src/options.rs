@@ -23,7 +23,8 @@ pub struct Options {
     pub cpus: Vec<u32>,
     /// This side's ports for ESP in UDP. A server uses them if the peer requests ESP in UDP.
     pub udp: Option<Udp>,
-    /// The maximum number of SAs per epoch for the packets that the peer sends.
+    /// The maximum number of SAs per epoch (from one rekey to the next) for the packets that the
+    /// peer sends.
     pub sas_max: u16,
     /// The timeout for each answer from the peer.
     pub timeout: Duration,

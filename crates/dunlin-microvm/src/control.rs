@@ -270,7 +270,7 @@ impl Control {
         let result = load();
         inner.state = match &result {
             Ok(_) => VmState::Paused,
-            Err(error) => VmState::Failed(format!("cannot load its state: {error}")),
+            Err(error) => VmState::Failed(format!("cannot load the machine's state: {error}")),
         };
         self.changed.notify_all();
         result

@@ -1,4 +1,5 @@
-//! A vCPU's thread: runs the guest, answers its beats, and parks on request.
+//! A vCPU's thread: runs the guest, answers its beats (regular messages to the VMM), and parks on
+//! request.
 
 use dunlin::lane::sync::lock;
 use std::io;

@@ -53,7 +53,8 @@ enum Guest {
 pub struct Stats {
     /// Number of page visits. In each visit, the guest reads, verifies and writes the page.
     pub pages_checked: u64,
-    /// Number of beats of all vCPUs.
+    /// Number of beats of all vCPUs. A *beat* is a message that a vCPU sends to the VMM about every
+    /// millisecond.
     pub beats: u64,
     /// The longest time between two beats of one vCPU, or between the guest's last beat before a
     /// migration and its first beat afterwards.

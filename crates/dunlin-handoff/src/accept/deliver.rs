@@ -23,7 +23,8 @@ use dunlin_lane::handshake::linger;
 use dunlin_lane::kernel::{Refused, abilities};
 use dunlin_lane::peers::PeerIdentity;
 
-/// Time limit from the end of the handshake until the line and the socket are sent to the receiver.
+/// Time limit from the end of the handshake until this process has sent the receiver the socket and
+/// the line that describes it.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a refused client has to read its alert.
 const ALERT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -128,8 +129,8 @@ fn deliver(
     })
 }
 
-/// Sends the line with the socket, and ends the stream. Stores the connection in `passed` even after
-/// an error, because a part of the line, with the socket, may have been sent.
+/// Sends the socket and the line that describes it, and ends the stream. Stores the connection in
+/// `passed` even after an error, because a part of the line, with the socket, may have been sent.
 fn pass(
     receiver: UnixStream,
     line: &str,
@@ -289,9 +290,9 @@ mod tests {
         for _ in 0..most {
             take(slow);
         }
-        // Even if no further client arrives, the accepting thread closes the connections of lines
-        // that were read. It sets the timeout for this before each wait. In this test another thread
-        // begins the hand-overs during a wait, so wake the accepting thread.
+        // Even if no further client arrives, the accepting thread closes a connection after the
+        // receiver has read the line. It sets the timeout for this before each wait. In this test
+        // another thread begins the hand-overs during a wait, so wake the accepting thread.
         acceptor.shared.waker.wake();
         until("the connections are closed", || {
             lock(&acceptor.shared.state).handovers.is_empty()

@@ -100,8 +100,9 @@ pub struct Limits {
 /// The default of [`Limits::handovers`], the number of unread sockets for one name. The kernel
 /// rejects a socket if one user already has more sockets in flight, for all names together, than
 /// its limit of open files, usually 1,024 (unix(7)). So 32 for each name suffice for about 30 names
-/// if no receiver reads. QEMU with 16 multifd channels may pause. The drawback is that a receiver
-/// that pauses loses all but 32 clients of a burst; a higher number leaves room for fewer names.
+/// if no receiver reads. A receiver such as QEMU with 16 multifd channels can pause without a
+/// loss. The drawback is that a receiver that pauses loses all but 32 clients of a burst; a higher
+/// number leaves room for fewer names.
 const HANDOVERS: usize = 32;
 
 impl Default for Limits {
@@ -200,8 +201,7 @@ pub enum Refusal {
         /// The error.
         source: io::Error,
     },
-    /// The number of sockets of this name that the receiver has not read has reached
-    /// [`Limits::handovers`].
+    /// There are already [`Limits::handovers`] sockets of this name that the receiver has not read.
     #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept them")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.

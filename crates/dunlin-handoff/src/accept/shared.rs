@@ -47,7 +47,7 @@ pub(super) struct State {
 
 impl State {
     /// Whether no client is forwarded and no hand-over has a thread. Clients may still be pending,
-    /// and receivers may still have lines to read.
+    /// and receivers may not have read all passed sockets yet.
     pub(super) fn is_idle(&self) -> bool {
         self.forwarded.is_empty() && self.handover_threads() == 0
     }
@@ -70,7 +70,7 @@ impl Shared {
         });
     }
 
-    /// Admits a client of the name `index`, and counts its thread.
+    /// Admits a client of the hand-off name at `index`, and counts the client's thread.
     pub(super) fn begin_handover(&self, index: usize) -> Admission {
         let mut state = lock(&self.state);
         let one = state.handovers.entry(index).or_default();
@@ -92,7 +92,8 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Closes the connections to receivers that have read their line.
+    /// Closes each connection on which the receiver has read the socket and the line that describes
+    /// it.
     pub(super) fn end_read_handovers(&self) {
         let handovers = &mut lock(&self.state).handovers;
         handovers.retain(|_, one| {

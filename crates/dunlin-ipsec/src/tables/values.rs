@@ -34,7 +34,8 @@ pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
     }
 }
 
-/// Returns a policy that would block only the outgoing packets of a connection.
+/// Returns a policy for only the outgoing packets of a connection. It is compared with other
+/// policies, and never installed.
 pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
     policy_of(&Policy {
         direction: Direction::Out,

@@ -160,7 +160,7 @@ impl Installed {
             (self.id == state.id, "the destination or the SPI"),
             (self.source == state.source, "the source"),
             (self.reqid == state.reqid, "the reqid"),
-            // A kernel before 6.10 ignores the direction. It has no per-CPU SAs either.
+            // A kernel before 6.10 stores no direction, so a missing direction is accepted.
             (
                 self.direction.is_none_or(|given| given == state.direction),
                 "the direction",

@@ -175,7 +175,7 @@ fn i7_a_client_is_evicted_at_once_while_its_backend_does_not_accept() {
     });
 }
 
-/// Asserts that the next refusal is [`Refusal::Aborted`].
+/// Asserts that the next refusal has the code of [`Refusal::Aborted`].
 fn assert_aborted(refusals: &Receiver<FaultCode>) {
     assert_eq!(refusals.recv_timeout(TIMEOUT), Ok(FaultCode::Ended));
 }
