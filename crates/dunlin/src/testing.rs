@@ -115,8 +115,8 @@ impl Default for Effort {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// A write was not reported, neither by a fetch that ran at the time of the write nor by the
-    /// first fetch that began after it. A migration would have left the page stale.
+    /// A write was reported neither by a fetch that ran at the time of the write nor by the first
+    /// fetch that began after the write. A migration would have left the page stale.
     #[error(
         "DirtyLog::fetch promises that every write before it has been reported; pages written and \
          not reported: {pages}, the first is page {page} of region {region}"

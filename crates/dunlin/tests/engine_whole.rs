@@ -21,7 +21,7 @@ use dunlin_test_support::hooks::{
 };
 
 const SECTIONS: u32 = 200;
-/// The limit for both sides together. It excludes the guest's memory and state, which
+/// The memory limit for both sides together. It excludes the guest's memory and state, which
 /// belong to the VMM.
 const LIMIT_KIB: u64 = 64 << 10;
 

@@ -36,7 +36,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
         return Err(broken(
             "DestinationVm::resume",
             "the guest runs at the destination",
-            format!("it is {state:?}, or writes nothing"),
+            format!("the guest is {state:?}, or writes nothing"),
         ));
     }
     there.announce();

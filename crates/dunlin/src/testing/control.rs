@@ -63,7 +63,7 @@ fn describe(vm: &dyn SourceVm) -> Result<VmDescription, Violation> {
         return Err(broken(
             "SourceVm::describe",
             "a name has at most 255 bytes and a description at most 256 KiB",
-            format!("they have {name} and {bytes} bytes"),
+            format!("the name has {name} bytes and the description {bytes} bytes"),
         ));
     }
     Ok(described)

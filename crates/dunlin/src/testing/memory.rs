@@ -11,7 +11,7 @@ use dunlin_proto::limits::PAGE_BYTES;
 use super::{Violation, broken};
 use crate::engine::vmm::GuestMemory;
 
-/// Tests memory to which nothing writes during the test. It reads all of the memory, which
+/// Tests memory to which nothing writes during the test. The test reads all of the memory, which
 /// may populate holes in shared memory.
 ///
 /// # Errors

@@ -147,8 +147,8 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// A chunk contains the same pages twice, raw and as zeros. The chunk overwrites pages of the
-/// source's own VM and has no other effect.
+/// A chunk contains the same pages twice, raw and as zeros. The chunk overwrites only pages
+/// of the VM that its source sends.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
     let _alone = alone();

@@ -75,7 +75,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     let (arrived, rest) = (content(), ARRIVED * 4096);
     assert!(arrived[..rest].iter().all(|&byte| byte == 7));
     assert!(arrived[rest..].iter().all(|&byte| byte == 0));
-    // The pages have become zero since, and are sent again on another lane.
+    // The pages have become zero in the meantime, and are sent again on another lane.
     let open = lane_open(SESSION, &liar.accept.secret, 2);
     liar.lane = Some(open_lane(to, Some(&client), &open));
     assert_eq!(liar.peer.receive(), Some(Message::LaneUp { lane: 2 }));

@@ -51,8 +51,8 @@ pub(super) struct Held {
     /// The only peer that may ask.
     peer: RecordedPeer,
     outcome: Outcome,
-    /// `None` after the source has released the VM, because then nothing is left to answer, and
-    /// after [`Answering::stop`].
+    /// `None` after [`Answering::stop`]. Also `None` after the source has released the VM: then no
+    /// inquiry is left to answer.
     accepting: Option<Arc<Accepting>>,
 }
 

@@ -25,8 +25,8 @@ use super::waiting::Describing;
 ///
 /// A `Listener`, and each of its clones, receives one VM at a time, on the thread that calls
 /// [`Listener::receive`]. To receive `N` VMs at the same time, make `N - 1` clones, and give each
-/// to a thread. A source is refused as *busy* if all of them are receiving a VM, or if the offered
-/// VM is already arriving. If one of them has no call in progress and all others are receiving a
+/// to a thread. A source is refused as *busy* if all `N` are receiving a VM, or if the offered VM
+/// is already arriving. If one of the `N` has no call in progress and all others are receiving a
 /// VM, the one without a call keeps one offer for its next call. Drop a clone that will receive no
 /// more VMs: an offer that it keeps then goes to a free clone, or is refused.
 ///

@@ -45,8 +45,8 @@ pub enum DestinationEvent {
     },
     /// The source has replaced the control lane.
     ControlResumed,
-    /// The journal has synced this record to disk. Without a journal, the session has only reached
-    /// this state.
+    /// The journal has synced this record to disk. Without a journal, nothing is on disk: the
+    /// session has reached the record's state.
     Recorded(DestinationRecord),
     /// Memory and state have arrived; *ready* is about to be sent.
     Ready,

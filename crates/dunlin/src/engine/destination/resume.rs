@@ -44,7 +44,7 @@ impl Arriving<'_> {
             Ok(selection) => selection,
             Err(refusal) => {
                 self.session.reject(format!(
-                    "another control lane from {}: {refusal}",
+                    "another control lane from {} is refused: {refusal}",
                     peer_of(&stream)
                 ));
                 refuse(&stream, &refusal);

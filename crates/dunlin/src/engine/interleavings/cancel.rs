@@ -54,8 +54,8 @@ pub(super) fn backlog() {
     reader.join().unwrap();
 }
 
-/// A reader that waits in `await_room` ends when the lane is closed. It then queues at most one
-/// message more than the limit.
+/// A reader that waits in `await_room` ends when the lane is closed. Before it ends, it queues at
+/// most one message more than the limit.
 pub(super) fn backlog_closes() {
     let backlog = Arc::new(Backlog::default());
     let (messages, read) = channel();

@@ -49,7 +49,7 @@ pub enum JournalError {
         path: PathBuf,
     },
     /// The session's record must not be removed, and the new attempt must not replace it.
-    #[error("{path} records attempt {attempt} of this session as {state}: a record with an open outcome cannot be removed, and a new attempt needs a number above {attempt} and can begin only after this attempt has ended with the VM at the source", path = path.display())]
+    #[error("{path} records attempt {attempt} of this session as {state}: a record with an open outcome cannot be removed; a new attempt needs a number above {attempt}, and can begin only after the recorded attempt has ended with the VM at the source", path = path.display())]
     Undecided {
         /// The file.
         path: PathBuf,

@@ -92,9 +92,9 @@ impl SessionJournal {
     /// to a peer yet.
     ///
     /// At the destination, only records of sessions that `peer` started can be obsolete. A record
-    /// of the same VM is obsolete unless it says *running*. For other VMs that never ran here,
-    /// `peer` keeps at most [`MAX_RECORDS_OF_A_PEER`] records, including the new one. The oldest
-    /// records beyond that number are obsolete.
+    /// of the same VM is obsolete unless it says *running*. The records of other VMs that never ran
+    /// here are limited to the newest [`MAX_RECORDS_OF_A_PEER`] of `peer`, including the new
+    /// record. The older ones are obsolete.
     ///
     /// A record that a living process holds is kept.
     ///

@@ -595,7 +595,8 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
         assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
         assert!(!session.is_with(&ours));
     }
-    // Listing and writing leave a file without a peer block readable, and do not add the block.
+    // A file without a peer block is still readable after a listing and a write, and neither adds
+    // the block.
     assert_eq!(journal.list().unwrap().len(), 4);
     let mut session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     session.write(ABORTED).unwrap();

@@ -78,7 +78,8 @@ pub(super) fn another_peer(answers: &PeerIdentity, peer: &RecordedPeer) -> Fault
     )
 }
 
-/// The fault after the last attempt to replace the control lane failed.
+/// The fault with which the session ends if the control lane could not be replaced. `last` is the
+/// fault of the last attempt.
 pub(super) fn given_up(last: Fault, limit: Duration) -> Fault {
     let what = format!("the control lane was lost and could not be replaced within {limit:?}");
     let cause = last.source.as_ref();
