@@ -276,7 +276,7 @@ impl<'a> Moves<'a> {
                 let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy" | "suspend");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
-                    show.warn("refused", &format!("{name}: virsh {what}: {reason}"));
+                    show.warn("refused", &format!("{name}: virsh {what} failed: {reason}"));
                 }
                 Vec::new()
             }

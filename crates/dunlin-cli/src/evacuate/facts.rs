@@ -50,7 +50,7 @@ impl Entry {
     }
 }
 
-/// Asks all hosts.
+/// Collects the facts from all hosts.
 pub(super) fn gather(
     source: &Virsh,
     destinations: &[Virsh],

@@ -122,7 +122,8 @@ fn parse_destination(text: &str) -> Result<String, String> {
     }
 }
 
-/// Flags of `virsh migrate` that this command sets, or that fit one VM only.
+/// Flags of `virsh migrate` that an operator cannot give: this command sets them, or they fit one
+/// VM only.
 const OWN: [&str; 19] = [
     "--live",
     "--p2p",

@@ -1,5 +1,5 @@
-//! `dunlin evacuate`: empties a host of its virtual machines. libvirt owns and moves them; this
-//! command orders, limits, watches and reports.
+//! `dunlin evacuate`: empties a host of its virtual machines. libvirt owns and moves them. This
+//! command decides the order and the rates, and watches and reports the migrations.
 //!
 //! ```text
 //!  virsh ─▶ host (asks one libvirt) ─▶ facts (all hosts) ─▶ plan (order, placement)

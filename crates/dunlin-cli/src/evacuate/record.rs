@@ -51,7 +51,8 @@ pub(super) struct Entry {
     pub(super) earlier: bool,
 }
 
-/// The state file. While this value lives, no other command evacuates the same host from here.
+/// The state file. While this value lives, no other command with the same state directory evacuates
+/// the same host.
 #[derive(Debug)]
 pub(super) struct Record {
     path: PathBuf,

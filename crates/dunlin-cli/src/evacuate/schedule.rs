@@ -51,7 +51,8 @@ pub(super) enum Event {
     Seen(usize, Phase),
     Ended {
         vm: usize,
-        /// An operator has to find out where the VM is. This evacuation starts no other VM.
+        /// Whether an operator has to find out where the VM is. If so, this evacuation starts no
+        /// further migration.
         is_doubtful: bool,
     },
     /// The operator ends the evacuation early.
@@ -95,13 +96,15 @@ pub(super) struct Schedule {
     /// The destination of each VM, and whether its migration is already under way.
     to: Vec<(usize, bool)>,
     vms: Vec<State>,
-    /// No VM starts any more, except VMs with migrations that are already under way.
+    /// Whether the evacuation starts no further migration. It still adopts migrations that are
+    /// already under way.
     is_halted: bool,
     is_interrupted: bool,
 }
 
 impl Schedule {
-    /// If `is_halted`, only VMs with migrations that are already under way start.
+    /// If `is_halted`, the evacuation starts no migration. It only adopts migrations that are
+    /// already under way.
     pub(super) fn new(rules: Rules, to: Vec<(usize, bool)>, is_halted: bool) -> Self {
         Self {
             rules,
@@ -112,7 +115,7 @@ impl Schedule {
         }
     }
 
-    /// Whether no VM moves, and no VM starts any more.
+    /// Whether no VM moves, and no further migration starts.
     pub(super) fn is_over(&self) -> bool {
         let is_open = |state: &State| match state {
             State::Waiting => !self.is_halted,

@@ -64,8 +64,8 @@ pub(super) fn judge(source: &Where, destination: &Where, was_paused: bool) -> Ve
         (Running, Absent | Off(_)) => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) if was_paused => Verdict::Stayed,
         (Paused(_), Absent | Off(_)) => Verdict::StayedPaused,
-        // With these reasons, the VM is not off because of a migration. After a migration,
-        // libvirt's reason is `migrated`.
+        // These reasons show that no migration turned the VM off. After a migration, libvirt's
+        // reason is `migrated`.
         (Off(reason), Absent | Off(_)) if reason == "shutdown" || reason == "destroyed" => {
             Verdict::Off
         }
