@@ -251,8 +251,8 @@ impl Client {
             let what = match error.kind() {
                 ErrorKind::PermissionDenied => {
                     format!(
-                        "{at} accepts only the user as which the {owner} runs: run the command as \
-                         that user, or as root"
+                        "{at} accepts only root and the user that runs the {owner}'s process: run \
+                         the command as one of these users"
                     )
                 }
                 _ => format!(

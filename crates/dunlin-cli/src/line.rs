@@ -232,7 +232,8 @@ pub(crate) struct DowntimeLine {
 }
 
 impl DowntimeLine {
-    /// The name and the milliseconds of each part. The last pages and the state overlap.
+    /// The name of each part of the downtime, and its length in milliseconds. The parts
+    /// *last-pages* and *state* overlap.
     pub(crate) fn parts(&self) -> [(&'static str, f64); 5] {
         [
             ("pause", self.pause_ms),
@@ -268,8 +269,8 @@ impl FailedLine {
         }
     }
 
-    /// The text, followed in brackets by the fault code, if there is one. `dunlin explain` accepts
-    /// the code.
+    /// The text, followed by the fault code in brackets, for `dunlin explain`. A failure without a
+    /// fault code has the fault `usage`, and gets no brackets.
     pub(crate) fn for_people(&self) -> String {
         let text = clean_lines(&self.text);
         match self.fault.as_str() {

@@ -54,7 +54,7 @@ pub(crate) fn passed() -> Result<Sockets> {
 }
 
 /// Starts threads that wait for signals and send them to `sender` as events. After the first SIGINT
-/// or SIGTERM, a thread calls `ending`; a second one ends the process immediately.
+/// or SIGTERM, a thread calls `ending`; a second signal ends the process immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,

@@ -201,7 +201,7 @@ fn soak() -> bool {
     is_soak
 }
 
-/// Four VMs: one is busy, and the destination refuses one.
+/// Four VMs: one is busy, and the destination refuses another.
 #[test]
 fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
     let _turn = need::turn();

@@ -113,8 +113,8 @@ impl Task {
     }
 }
 
-/// Returns when `bytes` bytes wait in the socket at the other end of `near` (proc_net_tcp(5)). A busy
-/// kernel delivers bytes after the call that sends them.
+/// Returns when `bytes` bytes wait in the socket at the other end of `near` (proc_net_tcp(5)). A
+/// busy kernel may deliver bytes only after the call that sends them has returned.
 fn arrive(near: &TcpStream, bytes: usize) {
     let port = format!(":{:04X}", near.local_addr().unwrap().port());
     let unread = || {
@@ -146,7 +146,8 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     // For each client, the process waits up to 50 times for bytes, and up to 50 times for
     // connections and threads to end.
     const WAITS_A_CLIENT: u64 = 2 * 50;
-    // If each of these bytes woke the process, it would wait more often than permitted.
+    // The number of bytes that arrive one by one. If each woke the process, the process would wait
+    // more often than permitted.
     const ALONE: usize = 3 * WAITS_A_CLIENT as usize;
     let scene = Scene::new();
     let accept = scene.start("--timeout 10m");

@@ -262,7 +262,8 @@ fn peers_without_a_tunnel_are_accepted_and_counted_until_the_last_day() {
             } else {
                 assert_reset(|| dial(host, ROOT, (at, PORT)));
             }
-            // The same host's address of the other family is not in the list.
+            // From `host`, connect over the other family too. plain_from does not contain the
+            // address of `host` in that family.
             let other = FAMILIES.into_iter().find(|other| *other != family).unwrap();
             let other = match family {
                 Family::V4 => net.address(&net.a, other),

@@ -91,8 +91,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     scene.near.signal("TERM");
     scene.near.wait_for("SIGTERM");
     let until = Instant::now() + TIMEOUT;
-    // Do not connect to test whether connections are still accepted, because a connection accepted
-    // at the last moment would be a channel that the target never ends.
+    // The socket's file shows whether connections are still accepted. Do not connect to find out:
+    // a connection accepted at the last moment would be a channel that the target never ends.
     let entrance = scene.hosts.scratch.join("in");
     while entrance.exists() {
         assert!(Instant::now() < until, "connections are still accepted");

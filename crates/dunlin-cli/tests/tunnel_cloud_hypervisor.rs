@@ -30,7 +30,7 @@ const WORKLOAD: Workload = Workload {
 };
 const CONNECTIONS: u64 = 4;
 
-/// The hosts with a tunnel and the redirect of docs/hypervisors/cloud-hypervisor.md each.
+/// Two hosts, each with a tunnel and the redirect of docs/hypervisors/cloud-hypervisor.md.
 fn scene() -> Option<Scene> {
     let mut scene = Scene::bare()?;
     for side in [Side::A, Side::B] {

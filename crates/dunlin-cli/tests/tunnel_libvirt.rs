@@ -134,7 +134,7 @@ fn a_user_without_the_redirect_reaches_no_port_of_the_range() {
     assert_eq!(dial(1000, &to, *PORTS.start()), 1);
     let traffic = wire.stop().unwrap();
     assert_eq!(traffic.tried.get(PORTS.start()), None, "{traffic:?}");
-    // The same command as a user of the redirect reaches the tunnel.
+    // If a user of the redirect runs the same command, it reaches the tunnel.
     assert_eq!(dial(QEMU_USER, &to, *PORTS.start()), 0);
 }
 

@@ -387,7 +387,8 @@ fn i6_another_users_listener_gets_no_redirected_connection() {
     }
 }
 
-/// A program of a user on host A that connects from a fixed port, prints `connected` and reads.
+/// Starts a program on host A as the given user. The program connects from the port `from`, prints
+/// `connected` and reads.
 fn dialler(scene: &Scene, user: &str, from: u16, to: SocketAddr) -> Child {
     let mut command = scene.a.command("setpriv");
     command.args([

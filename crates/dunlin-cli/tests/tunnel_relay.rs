@@ -356,9 +356,9 @@ fn receive_parts(mut from: &UnixStream, part: &[u8]) -> usize {
     parts
 }
 
-/// As with a stripe, the tunnel reports that the peer's process is stopped before any timeout
-/// expires. The connections stay open, because a process without CPU time looks stopped too, and
-/// continues later.
+/// As with a stripe, the tunnel reports a stopped peer process before any timeout expires. The
+/// connections stay open, because a process without CPU time looks stopped too, and continues
+/// later.
 #[test]
 fn a_stopped_peer_is_reported_and_its_connections_wait_for_it() {
     let scene = Scene::new();

@@ -17,8 +17,8 @@ const LANES: [usize; 5] = [1, 2, 4, 8, 16];
 /// Bytes that Cloud Hypervisor sends on a connection before it waits for the destination's answer
 /// (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
 const STOP_AND_WAIT_BYTES: f64 = (64 << 20) as f64;
-/// Duration of a transfer in seconds. The transfer is shorter if it would need more than the memory
-/// of the bench. The start-up of a connection's pacing is negligible in this time.
+/// Duration of a transfer in seconds. The transfer is shorter if the bench has too little memory
+/// for it. The start-up of a connection's pacing is negligible compared with this duration.
 const SECONDS: u64 = 1;
 const PINGS: u32 = 200;
 

@@ -192,8 +192,8 @@ fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceive
     ))
 }
 
-/// The work of a lane's thread at the source. It sends chunks until `next`, the offset of the next
-/// chunk for all lanes, reaches `bytes`.
+/// The work of a lane's thread at the source. All lanes share `next`, the offset of the next chunk.
+/// The thread sends chunks until `next` reaches `bytes`.
 pub(super) fn send(
     memory: &MappedMemory,
     bytes: u64,

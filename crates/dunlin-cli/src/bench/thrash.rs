@@ -77,8 +77,8 @@ impl Thrash {
                         .with("session_bytes_per_s", self.rate)
                         .with("guest_bytes", self.size)
                         .with("content", "random")
-                        // The dirty rate in pages per second. The defaults of --dirty lie between
-                        // those of --lane-rate and --rate, all of them in bytes per second.
+                        // In pages per second; the flags are in bytes per second. The defaults of
+                        // --dirty are above that of --lane-rate and below that of --rate.
                         .with("dirty_rate", pages_per_s)
                         .figure("total_s", moved.total_s)
                         .figure("one_lane_ratio", moved.total_s / one_lane_s)

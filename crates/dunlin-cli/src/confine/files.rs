@@ -109,10 +109,10 @@ impl Rules {
     }
 
     /// Rules for a process that uses files at paths that are unknown when it starts. They permit
-    /// reading any file and creating local sockets at any path. They forbid writing, creating and
-    /// executing all other files. Files can be removed only in `sockets`, the directories of the
-    /// process's sockets, and in `control`, the directory of its control socket. In `control`,
-    /// directories can be created and removed.
+    /// reading any file and creating local sockets at any path. They forbid writing and executing
+    /// any file, and creating any file that is not a socket. Files can be removed only in
+    /// `sockets`, the directories of the process's sockets, and in `control`, the directory of its
+    /// control socket. In `control`, directories can be created and removed.
     pub(super) fn changing_none(control: Option<&Path>, sockets: &[PathBuf]) -> Result<Self> {
         let left = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {

@@ -150,7 +150,7 @@ fn a_confined_process_can_only_do_its_work() {
     // These operations fail after a VM has arrived and has its control socket.
     let later = [
         "make a local socket later",
-        // Threads that already ran are restricted too.
+        // Threads that were started before the confinement are restricted too.
         "make a local socket in an older thread",
         "bind a port later",
         "listen later",
@@ -877,7 +877,8 @@ fn try_everything(directory: &Path) {
     let connected = UnixStream::connect_addr(&address);
     io("connect to an abstract socket", connected.map(drop));
     report("make a user namespace", unshare(CloneFlags::CLONE_NEWUSER));
-    // This operation is the last, because nothing runs after a successful execv.
+    // Nothing runs after a successful execv, so this operation is the last, and its success is
+    // reported before the call. A failure is reported after the call and replaces that report.
     println!("\ntried execute a program: done");
     let program = c"/bin/true";
     let Err(error) = execv(program, &[program]);

@@ -19,8 +19,8 @@ const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// Certificates that expire within this time cause a warning, as in other commands.
 const SOON: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// The configuration with its path, and the verdict on it. Without `given`, this is the unit's
-/// configuration, if it exists.
+/// The configuration with its path, and the verdict on it. Without `given`, the path is [`USUAL`],
+/// if that file exists.
 pub(super) fn config(given: Option<&Path>) -> (Option<(PathBuf, Config)>, Verdict) {
     let check = "tunnel.config";
     let path = given.unwrap_or(Path::new(USUAL));

@@ -52,7 +52,7 @@ fn shmem(chosen: Option<String>) -> Verdict {
             check,
             value,
             "shared guest memory (memfd, as for vhost-user) consists of 4 KiB pages",
-            format!("echo advise > {TRANSPARENT}/shmem_enabled, for hosts with such guests"),
+            format!("echo advise > {TRANSPARENT}/shmem_enabled, if guests use shared memory"),
         ),
         Some(value) => Verdict::ok(check, value, "shared guest memory can have huge pages"),
         None => absent(check),

@@ -60,8 +60,8 @@ impl Path {
 /// The kernel's limits of socket buffers in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Limits {
-    /// The last values of `net.ipv4.tcp_rmem` and `tcp_wmem`, up to which the kernel enlarges the
-    /// buffers of a lane.
+    /// The third numbers in `net.ipv4.tcp_rmem` and `tcp_wmem`: the sizes up to which the kernel
+    /// enlarges the buffers of a lane.
     tcp: [u64; 2],
     /// `net.core.rmem_max` and `wmem_max`, for programs that set sizes themselves.
     fixed: [Option<u64>; 2],

@@ -16,8 +16,9 @@ use crate::identity::{chosen, crypto};
 
 /// The suite of a connection between two hosts that allow all suites.
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-/// A core that seals and opens fewer bytes per second fills 2 Gbit/s at most. The cause is a
-/// processor without AES instructions, a CPU model of a virtual machine without them, or emulation.
+/// A core that seals and opens fewer bytes per second than this fills 2 Gbit/s at most. The cause
+/// is a processor without AES instructions, a CPU model of a virtual machine without them, or
+/// emulation.
 const LEAST_SPEED: f64 = 256.0 * 1024.0 * 1024.0;
 const NO_TLS: &str = "modprobe tls, or use a kernel with CONFIG_TLS";
 

@@ -364,7 +364,7 @@ enum Tried {
     Fails,
 }
 
-/// The fault of a peer that does not answer.
+/// The fault code that `tunnel check` prints if a peer does not answer.
 const UNREACHABLE: &str = "control-lost";
 
 /// What a line of `tunnel check` says.

@@ -17,7 +17,7 @@ pub(crate) struct QemuConf {
     pub(crate) ports: PortRange,
     /// `migration_address`: where QEMU listens for a migration.
     pub(crate) address: Option<String>,
-    /// `migration_host`: the host that the destination names to the source.
+    /// `migration_host`: the host name or address that the destination gives to the source.
     pub(crate) host: Option<String>,
     /// `user`: the user of QEMU.
     pub(crate) user: Option<String>,

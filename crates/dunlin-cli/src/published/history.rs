@@ -1,4 +1,4 @@
-//! The last migrations of this host. The process that ends a migration adds one file.
+//! The most recent migrations of this host. When a migration ends, its process adds one file.
 //!
 //! An entry is one file with one JSON object, written by one call. A reader ignores a file that it
 //! cannot parse, so a process that dies while it writes leaves nothing that is shown, and no

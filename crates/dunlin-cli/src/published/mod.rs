@@ -1,5 +1,5 @@
-//! What processes report in two directories, for the group of these directories: their status, and
-//! the migrations that have ended.
+//! What processes report in two directories: their status, and the migrations that have ended.
+//! Users in the group of a directory can read the reports in it.
 //!
 //! ```text
 //!  VM, tunnel, IPsec, hand-off ──▶ CONTROL/status/KIND-PID.sock ──▶ dunlin serve-status

@@ -69,7 +69,8 @@ pub(super) fn rules(redirects: &[Addressed], owner: &str) -> Rules {
 }
 
 /// The transaction that makes a copy of these rules. The copy filters no packet, because its chains
-/// have no hooks. (nft 1.0.6 lists a table with the flag *dormant* as invalid JSON.)
+/// have no hooks. (The flag *dormant* would also prevent filtering, but nft 1.0.6 lists a table
+/// with this flag as invalid JSON.)
 pub(super) fn copied(text: &str) -> String {
     let text = text.replace(&format!("table {TABLE}"), &format!("table {COPY}"));
     let lines = text.split_inclusive('\n');

@@ -168,7 +168,8 @@ fn named(object: &Value) -> String {
     }
 }
 
-/// Gives a copy's objects the name of the table in force, and its chains their hooks.
+/// Sets the name of the table in force in a listed copy, and adds the hooks that the copy's chains
+/// lack.
 fn complete(copy: &mut Value) {
     let (_, table) = TABLE.split_once(' ').unwrap_or_default();
     for object in copy["nftables"].as_array_mut().into_iter().flatten() {

@@ -117,7 +117,8 @@ fn peers(routes: &Routes) -> Vec<Entrance> {
     peers
 }
 
-/// A configuration, and a tunnel with its identity that accepts no connections of hypervisors.
+/// Reads a configuration; returns it, and a tunnel with its identity. The tunnel accepts no
+/// connections of hypervisors.
 pub(crate) fn prober(config: &Path) -> Result<(Config, Tunnel)> {
     let (config, identities) = read(config)?;
     let tunnel = tunnel(&config, identities, &[])?;

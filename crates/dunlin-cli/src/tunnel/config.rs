@@ -236,7 +236,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     })
 }
 
-/// Reports the parts of a configuration without `listen` that need `listen`.
+/// Reports the parts that need `listen`, because the configuration has no `listen`.
 fn needs_no_listener(file: &File, exits: &[Exit], found: &mut Found<'_>) {
     for exit in exits {
         let at = file.route.get(&exit.route).map_or(0..0, Spanned::span);

@@ -19,7 +19,7 @@ use super::config::table::Port;
 use crate::log;
 
 /// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks names
-/// up between two results, and a result is valid for 30 s.
+/// up before each comparison of the rules, and the tunnel ignores a result older than 30 s.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Adds the routes of the configuration's redirects. Logs a warning for each host name that cannot

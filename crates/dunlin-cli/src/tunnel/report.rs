@@ -1,5 +1,5 @@
-//! What a tunnel reports to its peers about its host. The tunnel collects the report before it is
-//! confined, except for the clock, the rules and the certificates.
+//! What a tunnel reports to its peers about its host. The tunnel collects the report before its
+//! process is confined. Later it updates only the clock, the rules and the certificates.
 
 use std::fs;
 use std::sync::{Arc, Mutex};
@@ -149,7 +149,7 @@ mod tests {
         let (_, listed) = page.split_once("Its fields, all optional:").unwrap();
         let (listed, _) = listed.split_once("The asking side").unwrap();
         let words = listed.split('`').skip(1).step_by(2);
-        // `auto` is a value of another setting.
+        // The page also mentions `auto`, which is a setting's value and not a field.
         let mut fields: Vec<_> = words.filter(|word| *word != "auto").collect();
         fields.sort_unstable();
         assert!(sent.keys().eq(&fields), "{:?}, not {fields:?}", sent.keys());

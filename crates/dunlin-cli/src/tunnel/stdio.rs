@@ -44,8 +44,8 @@ impl Stdio {
             .open(None, FileAccess::default(), (true, true))?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
             bail!(
-                "the running tunnel is of another version, because it listens on {} instead of a \
-                 unix socket (at fault: this side): restart the tunnel with this version of dunlin",
+                "the running tunnel listens on {} instead of a unix socket, so it is of another \
+                 version (at fault: this side): restart the tunnel with this version of dunlin",
                 opened.listen
             );
         };

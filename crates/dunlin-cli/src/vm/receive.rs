@@ -139,7 +139,7 @@ impl Receive {
             .build()?)
     }
 
-    /// The exit code of this process. If a signal ended the process before any VM arrived, also
+    /// The exit code of this process. If a signal ended the wait before any VM arrived, also
     /// reports that.
     fn code(&self, service: &ControlService, ended: Vec<Ended>) -> i32 {
         let mut codes = Vec::new();
@@ -482,8 +482,8 @@ impl<'a> Said<'a> {
     }
 }
 
-/// Adds the arrival that has ended to the history: with the downtime as the guest saw it, or with
-/// the failure. An attempt that offered no VM is not added.
+/// Adds an ended arrival to the history, with the downtime as the guest saw it, or with the
+/// failure. An attempt that offered no VM is not added.
 fn add_to_history(service: &ControlService, how: Result<Option<Duration>, &FailedLine>) {
     let Ok(status) = service.status() else {
         return;

@@ -193,8 +193,8 @@ impl Run {
         drop(waiting);
         vm.start().context("cannot start the VM")?;
         let vm = Movable::new(Arc::new(vm));
-        // Take the VM before the line *started* is printed, because a client that has read the line
-        // may send requests for the VM.
+        // Pass the VM to the service before the line *started* is printed, because a client that
+        // has read the line may send requests for the VM.
         service.hold(&vm);
         let control = socket.path.display().to_string();
         let pid = std::process::id();

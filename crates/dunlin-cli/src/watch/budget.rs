@@ -73,7 +73,7 @@ mod tests {
         // After half of the wait, the other half remains.
         assert_eq!(budget.wait(at(500, 440)), Duration::from_millis(500));
         assert_eq!(budget.wait(at(1000, 440)), Duration::ZERO);
-        // An hour without use allows no more use at once than ten seconds do.
+        // After an hour without use, the full budget is still that of ten seconds.
         assert_eq!(budget.wait(at(3_601_000, 440)), Duration::ZERO);
         assert_eq!(budget.wait(at(3_601_000, 920)), Duration::from_secs(2));
         // However much was used, the wait is bounded.

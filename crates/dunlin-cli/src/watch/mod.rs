@@ -3,7 +3,7 @@
 //!
 //! A [`Snapshot`] is what the journals and the control sockets say at one time, or what the status
 //! sockets ([`crate::published`]) say. [`rates::Rates`] are the bytes per second between two
-//! snapshots. `source` takes a snapshot with its rates, and writes it as JSON and as `metrics`. The
+//! snapshots. `source` takes samples: a snapshot with its rates, as JSON and as `metrics`. The
 //! script of `page` shows the JSON. The metrics include the `totals` of ended migrations. `serve`
 //! serves the samples over `http`, within the CPU time of `budget`.
 

@@ -21,8 +21,8 @@ enum Counter {
     Association(u32, String),
 }
 
-/// A counter's value, and the time of the value in seconds: by a clock of the counter's process, or
-/// of the snapshot if the process reports none.
+/// A counter's value, and the time of the value in seconds. The time is that of the counter's
+/// process, or that of the snapshot if the process reports no time.
 type Value = (u64, f64);
 
 /// The rates between two snapshots, in bytes per second.

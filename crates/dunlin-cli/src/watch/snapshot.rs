@@ -26,8 +26,8 @@ use crate::vm;
 /// Time limit for the answer of a process. A stopped process does not answer.
 pub(crate) const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Maximum number of processes that are shown, because a member of the directory's group can create
-/// any number of sockets in the directory.
+/// Maximum number of processes that are shown. There is a limit because a member of the status
+/// directory's group can create any number of sockets in the directory.
 const MAX_PROCESSES: usize = 4096;
 
 /// Maximum number of processes that are asked at the same time. Each further process is asked when one
@@ -41,7 +41,8 @@ pub(crate) struct Snapshot {
     pub(crate) taken: SystemTime,
     /// The same time on the monotonic clock, for rates.
     pub(crate) at: Instant,
-    /// The sessions of the journals, or those that processes have reported.
+    /// The sessions in the journals ([`Snapshot::take`]), or those that processes report
+    /// ([`Snapshot::published`]).
     pub(crate) sessions: Vec<Session>,
     pub(crate) tunnels: Vec<TunnelLine>,
     /// The IPsec sessions of the processes `ipsec serve` and `ipsec up`.
@@ -52,7 +53,7 @@ pub(crate) struct Snapshot {
     pub(crate) identities: Vec<Held>,
     /// The processes that gave no valid answer in time.
     pub(crate) silent: Vec<Silent>,
-    /// Why all journals, or single ones, could not be read.
+    /// Why the journals could not be listed, or why single journals could not be read.
     pub(crate) failures: Vec<FailedLine>,
 }
 

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use super::support::{Scratch, words};
 
 /// Runs each command of a line, as virsh does. The URI decides which host answers: host `a` for a
-/// local URI. A VM moves when no file `hold/UUID` is left. With a file `fail/UUID`, its migration
-/// fails instead. Files in other directories change a VM. With `off/UUID` it is off at host `a`.
-/// With `leaving/UUID` a migration of it is under way. With `lands/UUID` it arrives at host `b`
-/// when a host is asked for its free memory. With `paused/UUID` it is paused.
+/// local URI. A migration waits while the file `hold/UUID` exists, and then moves the VM. With a
+/// file `fail/UUID`, the migration fails instead. Files in other directories change a VM. With
+/// `off/UUID` it is off at host `a`. With `leaving/UUID` a migration of it is under way. With
+/// `lands/UUID` it arrives at host `b` when a host is asked for its free memory. With `paused/UUID`
+/// it is paused.
 const SCRIPT: &str = r#"#!/bin/sh
 case $2 in qemu:///* | *//a/*) host=a ;; *) host=b ;; esac
 shift 2

@@ -88,7 +88,8 @@ fn two_peers_with_one_address_need_one_identity() {
     let same = text.replace("c.example", "b.example");
     let config = Config::parse(Path::new("t.toml"), &same).unwrap();
     assert!(addressed(config.redirects, 18301).is_ok());
-    // Only the lookup shows that `localhost` has the address in plain_from.
+    // Now plain_from contains 127.0.0.1. Only the lookup shows that this is the address of the peer
+    // `localhost`.
     let plain = same.replace("\"192.0.2.9\"", "\"127.0.0.1\"").replace(
         "[redirect.pve]\nports = \"60000\"\npeers = { \"127.0.0.1\"",
         "[redirect.pve]\nports = \"60000\"\npeers = { \"192.0.2.2\"",

@@ -86,7 +86,7 @@ pub(super) fn is_asked_for(
         )),
         "ipsec" if table.to.is_none() => Err(format!(
             "route {name} connects to no peer from here, and the connecting side selects the \
-             security: remove `security`; [ipsec] alone admits lanes over IPsec"
+             security: remove `security`; [ipsec] is enough to admit lanes over IPsec"
         )),
         "ipsec" if !is_prepared => Err(format!(
             "route {name} uses IPsec: add [ipsec] on both hosts"

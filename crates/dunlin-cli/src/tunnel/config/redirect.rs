@@ -25,7 +25,8 @@ const LONGEST_NAME: usize = 64;
 /// The largest number of ports in a redirect. There is a limit because other programs of this host
 /// cannot serve clients on a redirect's ports; toolstacks use at most 64.
 const MOST_PORTS: u16 = 1024;
-/// The largest number of hosts in the peers of all redirects. Each has a listener and a trunk.
+/// The largest number of hosts in the peers of all redirects. Each host needs a listener and a
+/// trunk.
 const MOST_PEERS: usize = 256;
 /// How far ahead `plain_until` may be.
 const LONGEST_PLAIN: Duration = Duration::days(90);
@@ -256,7 +257,8 @@ fn check_together(
     }
     if listeners.hosts.len() > MOST_PEERS {
         let text = format!(
-            "{} peers of redirects out of range (1 to {MOST_PEERS}): run another tunnel for some",
+            "{} peers of redirects out of range (1 to {MOST_PEERS}): use another tunnel for some \
+             of them",
             listeners.hosts.len()
         );
         found.add(&table.span(), text);
@@ -295,7 +297,8 @@ fn check_relay_ports(
 }
 
 impl Others<'_> {
-    /// The ports at which the tunnel listens and to which it connects, with their keys.
+    /// The ports at which the tunnel listens and to which it connects, each with the setting in the
+    /// configuration that contains the port.
     fn ports(&self) -> impl Iterator<Item = (String, u16)> {
         let listen = match self.listen {
             Some(Port::At(listen)) => Some(("`listen`".to_owned(), listen.port())),
