@@ -1,6 +1,6 @@
 //! The steps of a switchover at which a test can make a process wait, in order.
 
-/// At the source.
+/// The steps at the source.
 pub const SOURCE: &[&str] = &[
     "committing-unwritten",
     "committing-unsynced",
@@ -19,7 +19,7 @@ pub const SOURCE: &[&str] = &[
     "destroyed",
 ];
 
-/// At the destination.
+/// The steps at the destination.
 pub const DESTINATION: &[&str] = &[
     "load",
     "ready",

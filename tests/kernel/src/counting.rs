@@ -29,9 +29,9 @@ const SHORT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/short"));
 const LONG: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/long"));
 const DIFFERENCE: f64 = 2.0 * 25_000_000.0;
 
-/// How long to wait until the kernel has finished its start. The instructions of the start would be
-/// counted too. With `--icount` this takes little real time, because the clock of an idle machine
-/// jumps ahead.
+/// How long to wait until the kernel has finished its start. Without the wait, instructions of the
+/// start would be counted too. With `--icount` the wait takes little real time, because the clock
+/// of an idle machine jumps ahead.
 const SETTLING: Duration = Duration::from_secs(5);
 
 /// The number of runs of the work and of each loop.

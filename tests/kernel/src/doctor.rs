@@ -10,7 +10,8 @@ use crate::Guest;
 /// The network namespace in which the command runs: `ip netns exec` gives it a matching /sys.
 const HOST: &str = "examined";
 
-/// Compares all verdicts with the column of this kernel, and checks that the command leaves no SA.
+/// Compares all verdicts with those expected on this kernel, and checks that the command leaves no
+/// SA.
 ///
 /// # Panics
 /// A verdict differs, or an SA is left.

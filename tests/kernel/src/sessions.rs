@@ -314,8 +314,8 @@ pub fn connect(guest: &Guest) {
         ));
         ip(&format!("-n {host} link set link-{host} up"));
     }
-    // If the kernel reported the link as up only later, connections would also look up their routes
-    // again. Wait until it is up.
+    // If the link came up after a connection was made, the connection would look up its route
+    // again. Wait until the link is up.
     for (host, _) in HOSTS {
         until("the link is up", || {
             let link = format!("link-{host}");

@@ -317,7 +317,7 @@ fn makes_a_host_and_waits() {
     let _ = child.wait();
 }
 
-/// A process on a host that runs longer than any test.
+/// A process on a host. The process runs longer than any test.
 fn sleeper(host: &Host) -> Child {
     host.command("sleep")
         .arg("60")

@@ -11,7 +11,7 @@ pub(crate) struct Guest {
     /// How many times the dirty log was read.
     pub(crate) readings: u32,
     pub(crate) running: bool,
-    /// Whether the guest's owner had paused it.
+    /// Whether the guest's owner had paused the guest before the migration.
     pub(crate) paused_by_owner: bool,
     random: Random,
 }

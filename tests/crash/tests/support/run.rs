@@ -57,8 +57,8 @@ pub enum Ending {
     DiedAtSource,
     /// The VM died with the destination's process, and the source has released the VM.
     DiedAtDestination,
-    /// The VM died with the destination's process, the source received this report, and an operator
-    /// has resumed the source's copy.
+    /// The VM died with the destination's process. The source was informed of the death, and an
+    /// operator has resumed the source's copy.
     TakenBack,
     /// Like `TakenBack`, but the copy died with the source's process.
     DiedAtBoth,

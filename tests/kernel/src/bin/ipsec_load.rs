@@ -46,7 +46,7 @@ const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
 /// The parameters of a test of two hosts with connections between them.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// The numbers of sending CPUs on hosts a and b.
+    /// How many CPUs send on host a and on host b.
     cpus: [u32; 2],
     connections: u32,
     over_ipv6: bool,

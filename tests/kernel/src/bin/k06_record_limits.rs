@@ -1,4 +1,5 @@
-//! The kernel has no record limit: it seals beyond 2^24 and stops when the sequence wraps at 2^64.
+//! The kernel has no record limit: it seals records after number 2^24, and stops when the sequence
+//! number wraps at 2^64.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;

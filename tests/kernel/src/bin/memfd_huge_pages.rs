@@ -1,5 +1,5 @@
 //! Memory of a memfd gets transparent huge pages if the process advises them with madvise(2).
-//! In addition, the kernel's setting for shared memory must follow the advice.
+//! In addition, the kernel's setting for shared memory must allow this (`advise`).
 
 use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! A packet that arrives after later packets is accepted once if it is within the replay window.
+//! If a packet is overtaken but within the replay window, the receiver accepts it exactly once.
 //! If the packet is older than the window, the receiver assigns it to the next 2^32 sequence
 //! numbers, and the packet fails authentication.
 

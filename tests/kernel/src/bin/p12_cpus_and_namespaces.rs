@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
         let off = guest.set(&format!("/sys/devices/system/cpu/cpu{LAST}/online"), "0");
         pin_to(LAST as usize).expect_err("the CPU is offline");
-        // A connection that was made on this CPU continues to work on other CPUs.
+        // A connection that was made on CPU `LAST`, which is now offline, works on other CPUs.
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
         let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
         assert_eq!(

@@ -93,7 +93,7 @@ impl Lane {
     /// Like [`Lane::send`], in the opposite direction.
     ///
     /// # Panics
-    /// Same as [`Lane::send`].
+    /// The bytes do not arrive.
     pub fn send_back(&self, cpu: u32, bytes: usize) {
         send(&self.far, &self.near, cpu, bytes);
     }

@@ -314,7 +314,8 @@ impl Sa {
         }
     }
 
-    /// Returns the SA as the kernel of one of the hosts gets it, depending on `direction`.
+    /// Returns the SA for one host's kernel: for `Direction::Out` that of `from`, otherwise that of
+    /// `to`.
     #[must_use]
     pub fn state(&self, from: &Host, to: &Host, direction: Direction) -> State {
         let mut key = [0; KeyAndSalt::BYTES];

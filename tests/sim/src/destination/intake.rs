@@ -28,7 +28,8 @@ impl World<'_> {
     /// Admits or refuses a lane.
     pub(super) fn admit(&mut self, connection: usize, attempt: u32, number: u16) {
         let session = self.destination.session.as_mut().filter(|session| {
-            // This replaces the lane's proof: a lane of another attempt has another secret.
+            // Simulated lanes have no proof. Comparing attempts suffices, because each attempt has
+            // its own secret.
             session.attempt == attempt && session.copy.is_some()
         });
         let Some(session) = session else {

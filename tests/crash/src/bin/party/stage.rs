@@ -20,7 +20,7 @@ struct Shared {
 
 impl Stage {
     /// Creates a stage that makes this process wait at the step `hold`, or at no step if `hold` is
-    /// empty. When the test ends, it closes standard input, and this process exits.
+    /// empty. When the test ends, this process's standard input ends too, and this process exits.
     pub(crate) fn new(hold: &str) -> Self {
         let (sender, heard) = channel();
         std::thread::spawn(move || {
