@@ -11,9 +11,9 @@ use clap::Args;
 /// The list, relative to the workspace.
 const LIST: &str = "tools/words";
 /// Files and folders that are not searched: the list itself, the licence, build output, generated
-/// test inputs, the interface lists in `api`, recorded sessions, and decisions. The check finds the
-/// names of the interface lists in the sources. Decisions keep the words that were used when they
-/// were made.
+/// test inputs, the interface lists in `api`, recorded sessions, and decisions. The names in the
+/// interface lists come from the sources, which are searched. Decisions keep the words that were
+/// used when they were made.
 const SKIPPED: [&str; 11] = [
     "words",
     "LICENSE",

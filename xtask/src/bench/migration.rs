@@ -58,7 +58,10 @@ pub(super) fn migrate(
     moved.with_context(|| {
         let (source, destination) = (source.messages(), destination.messages());
         let variant = pair.variant;
-        format!("through {variant}; the source says {source:?}, the destination {destination:?}")
+        format!(
+            "the migration through {variant} failed; the source says {source:?}, the destination \
+             {destination:?}"
+        )
     })
 }
 

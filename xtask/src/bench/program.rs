@@ -122,8 +122,8 @@ const UNPRIVILEGED: &str = "65534";
 /// the user that the server runs as.
 ///
 /// As root, the server would need a user and a folder that only an installed package creates. If
-/// this process is root, the server therefore runs in a user namespace, in which another user owns
-/// root's files.
+/// this process is root, the server therefore runs in a user namespace that maps root to a user
+/// without privileges.
 pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {
     let user = user_name(&[])?;
     if user != "root" {

@@ -39,7 +39,7 @@ pub struct TunnelOptions {
     /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
-    /// Skips the measurements with Cloud Hypervisor, which CLOUD_HYPERVISOR=PATH adds.
+    /// Skips the measurements with Cloud Hypervisor, even if CLOUD_HYPERVISOR=PATH is set.
     #[arg(long)]
     without_cloud_hypervisor: bool,
     /// QEMU's downtime limits, each measured in every round: QEMU switches over as soon as it
@@ -371,7 +371,7 @@ fn migrate_cloud_hypervisor(site: &Site, pair: &Pair, results: &mut Results) -> 
     };
     let tunnel = pair.cpu_s()?;
     let moved = cloud_hypervisor::migrate(&WORKLOAD, None, &way)
-        .with_context(|| format!("Cloud Hypervisor through {}", pair.variant))?;
+        .with_context(|| format!("cannot migrate Cloud Hypervisor through {}", pair.variant))?;
     let gibibytes = f64::from(WORKLOAD.memory_mib) / 1024.0;
     results
         .line("tunnel-cloud-hypervisor", &pair.variant.to_string())

@@ -48,7 +48,7 @@ pub fn previous(which: &Which, failed: &Kernel) -> Result<Option<Option<Kernel>>
 pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     match previous {
         Some(previous) => format!(
-            "new kernel {}: tests fail; if {} below passes, look first for a change in the kernel",
+            "new kernel {}: tests fail; if they pass under {} below, look first for a change in the kernel",
             failed.version, previous.version
         ),
         None => format!(

@@ -50,13 +50,13 @@ pub struct Needs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Under {
-    /// The newest and the oldest.
+    /// The newest kernel and the oldest supported one.
     Both,
-    /// The newest.
+    /// The newest kernel.
     Newest,
-    /// The oldest.
+    /// The oldest supported kernel.
     Oldest,
-    /// Any, but only if the command names the test.
+    /// Any kernel, but only if the command names the test.
     Named,
     /// The kernel of the previous Debian release, which is older than the oldest supported
     /// one.

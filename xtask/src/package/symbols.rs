@@ -33,7 +33,8 @@ pub fn check(binary: &Path) -> Result<(u32, u32)> {
                 .env("LC_ALL", "C"),
         )
     };
-    let needed = needed(&read("--version-info")?).context("the binary needs no C library")?;
+    let needed = needed(&read("--version-info")?)
+        .context("the binary names no version of glibc: link it dynamically with glibc")?;
     ensure!(
         needed <= NEWEST,
         "the binary needs version {}.{} of the C library, and Debian 12 has {}.{}: the build has used \

@@ -168,7 +168,7 @@ impl Row {
             for suffix in ["_min", "_max"] {
                 if let Some(figure) = name.strip_suffix(suffix) {
                     self.figure(figure)?
-                        .with_context(|| format!("{}: {name} without {figure}", self.place))?;
+                        .with_context(|| format!("{}: has {name} but no {figure}", self.place))?;
                 }
             }
         }

@@ -106,7 +106,7 @@ fn updated(root: &Path, page: &str, text: &str) -> Result<(String, Vec<String>)>
         let (first, last) = (place(&begin)?, place(&end)?);
         ensure!(
             first < last,
-            "{page}:{}: the line `{end}` precedes the table",
+            "{page}:{}: the line `{end}` must be below this line",
             first + 1
         );
         let present = &lines[first..=last];

@@ -126,7 +126,7 @@ fn runs_installed(shell: &mut Shell, pid: u32) {
     assert_eq!(program.trim(), "/usr/bin/dunlin");
 }
 
-/// Makes the identities of both tunnels in the directory `/shared` of the Debian.
+/// Makes the identities of both tunnels in the directory `/shared` of the Debian system.
 fn identities(shared: &Path) {
     let dunlin = |words: &[&str], directory: &str| {
         let mut command = Command::new(ready().scratch.join("dunlin"));
