@@ -10,6 +10,7 @@ mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod in_kernel;
+pub(crate) mod messages;
 pub mod session;
 
 pub use self::error::RelayError;

@@ -12,7 +12,7 @@ use super::life::Inward;
 use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
 use dunlin_lane::relayed::RelayError;
-use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
+use dunlin_lane::relayed::in_kernel::{CALL_RECORDS, Control, Held, Opening, Sealing};
 use dunlin_lane::splice::{Readiness, Stop, wait};
 use dunlin_lane::sync::lock;
 
@@ -201,7 +201,8 @@ impl Channel {
 
     /// Sends a key update if one must be sent before further data.
     fn renew_by_kernel(&self, sealing: &mut Sealing, stop: &Stop) -> Result<(), Failure> {
-        if let Some(update) = sealing.renews().map_err(|error| self.of_tls(&error))? {
+        let update = sealing.renews(CALL_RECORDS);
+        if let Some(update) = update.map_err(|error| self.of_tls(&error))? {
             self.send_control(&update, stop)?;
             let renewed = sealing.has_renewed(&self.tls);
             renewed.map_err(|error| self.of_tls(&error))?;

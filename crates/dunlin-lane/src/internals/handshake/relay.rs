@@ -21,7 +21,7 @@ use crate::internals::kernel;
 use crate::internals::peers::PeerIdentity;
 use crate::internals::policy::{ClientTls, ServerSettings, ServerTls, Side};
 use crate::internals::relayed::Records;
-use crate::internals::relayed::in_kernel::halves;
+use crate::internals::relayed::messages::halves;
 use crate::internals::relayed::session::Session;
 
 /// A connection to an authenticated peer, which may be a program other than Dunlin.

@@ -7,7 +7,7 @@ use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 
 use super::RelayError;
 use super::error::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES};
-use super::in_kernel::{Opening, Sealing, Verdict, halves};
+use super::messages::{Opening, Sealing, Verdict, halves};
 use crate::internals::handshake::Renewal;
 use crate::internals::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::super::fuzz::halves_without_kernel;
+use super::super::in_kernel::CALL_RECORDS;
 use super::*;
 
 /// The record limit. After half as many records, the peer requests a new key. Without a request,
@@ -23,7 +24,7 @@ fn open() -> Opening {
 /// Delivers a key update to the other side if one is due, as if the kernels had installed the next
 /// key. Returns whether one was due.
 fn renew(sealing: &mut Sealing, opening: &mut Opening) -> bool {
-    let Some((content_type, update)) = sealing.renews().unwrap() else {
+    let Some((content_type, update)) = sealing.renews(CALL_RECORDS).unwrap() else {
         return false;
     };
     sealing.records = 0;
@@ -81,28 +82,46 @@ fn keys_are_renewed_at_the_limit_and_on_request() {
 /// This side must accept any number of these updates if it answers each of them.
 #[test]
 fn answered_key_requests_are_not_a_flood() {
-    let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(Version::V1_3);
-    near_seal.renew_after(LIMIT);
-    far_seal.renew_after(LIMIT);
-    let mut asked = 0;
-    for _ in 0..10_000 {
-        renew(&mut near_seal, &mut far_open);
-        data(&mut near_seal, &mut far_open);
-        if far_seal.is_asking() {
-            asked += 1;
-            assert!(renew(&mut far_seal, &mut near_open));
-        }
+    let (sealing, mut opening) = halves_without_kernel(Version::V1_3);
+    let request = [24, 0, 0, 1, 1];
+    for _ in 0..10 * LATE_RUN_LIMIT {
+        let verdict = opening.interpret(HANDSHAKE, &request).unwrap();
+        assert_eq!(verdict, Verdict::Renewed);
+        let answer = sealing.renews(CALL_RECORDS).unwrap();
+        assert_eq!(answer, Some((HANDSHAKE, vec![24, 0, 0, 1, 0])));
     }
-    assert!(asked > 2 * LATE_RUN_LIMIT, "{asked}");
     // Unanswered requests are a flood.
     let mut flood = Ok(Verdict::Nothing);
     for _ in 0..=2 * LATE_RUN_LIMIT {
-        flood = near_open.interpret(HANDSHAKE, &[24, 0, 0, 1, 1]);
+        flood = opening.interpret(HANDSHAKE, &request);
         if flood.is_err() {
             break;
         }
     }
     assert!(matches!(flood, Err(RelayError::LateRun)), "{flood:?}");
+}
+
+/// A peer may treat a long sequence of key requests without data as an attack.
+#[test]
+fn key_requests_without_data_are_limited() {
+    let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(Version::V1_3);
+    far_seal.renew_after(4);
+    let mut asked = 0;
+    for _ in 0..400 {
+        data(&mut near_seal, &mut far_open);
+        if far_seal.is_asking() {
+            asked += 1;
+            assert!(renew(&mut far_seal, &mut near_open));
+            assert!(renew(&mut near_seal, &mut far_open));
+        }
+    }
+    assert_eq!(asked, ASKS_LIMIT);
+    // After data from this side, requests are sent again.
+    data(&mut far_seal, &mut near_open);
+    for _ in 0..2 {
+        data(&mut near_seal, &mut far_open);
+    }
+    assert!(far_seal.is_asking());
 }
 
 /// Java sends the `user_canceled` alert before every close.
@@ -158,9 +177,9 @@ fn i7_forbidden_messages_end_the_connection() {
 #[test]
 fn tls_1_2_ends_at_its_record_limit() {
     let (mut seal, _) = halves_without_kernel(Version::V1_2);
-    assert_eq!(seal.renews().unwrap(), None);
+    assert_eq!(seal.renews(CALL_RECORDS).unwrap(), None);
     seal.records = RECORD_LIMIT;
-    let refused = seal.renews();
+    let refused = seal.renews(CALL_RECORDS);
     assert!(matches!(refused, Err(RelayError::UsedUp)), "{refused:?}");
     assert_eq!(seal.closes().0, ALERT);
 }
