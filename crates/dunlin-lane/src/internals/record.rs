@@ -531,13 +531,30 @@ impl OpenHalf {
         if self.spent {
             return Err(OpenError::Spent);
         }
-        let opened = self.open_next_into(record, inner);
+        let opened = (self.within_limit())
+            .and_then(|()| self.open_next_into(record, inner))
+            .and_then(|()| self.classify(inner))
+            .and_then(Content::of_lane);
         self.spent = !matches!(opened, Ok(Opened::Data(_)));
         opened
     }
 
-    fn open_next_into(&mut self, record: &mut [u8], inner: &mut [u8]) -> Result<Opened, OpenError> {
-        let (header, body) = self.checked(record)?;
+    /// Opens one whole record of any type into `inner`, as [`OpenHalf::open_into`] does. Returns
+    /// the type and the length of the content. This allows any number of records, because a peer
+    /// that is not Dunlin may renew its key later than [`RECORD_LIMIT`]. The caller must not open
+    /// more records after an error.
+    pub(super) fn open_any_into(
+        &mut self,
+        record: &mut [u8],
+        inner: &mut [u8],
+    ) -> Result<(u8, usize), OpenError> {
+        self.open_next_into(record, inner)?;
+        let (content_type, content) = without_padding(inner)?;
+        Ok((content_type, content.len()))
+    }
+
+    fn open_next_into(&mut self, record: &mut [u8], inner: &mut [u8]) -> Result<(), OpenError> {
+        let (header, body) = Self::checked(record)?;
         if body.len() != inner.len().saturating_add(TAG_BYTES) {
             return Err(OpenError::Length { bytes: inner.len() });
         }
@@ -546,7 +563,7 @@ impl OpenHalf {
             .open_into(nonce, header, body, inner)
             .ok_or(OpenError::Authentication)?;
         self.sequence += 1;
-        self.classify(inner).and_then(Content::of_lane)
+        Ok(())
     }
 
     /// Whether [`OpenHalf::open_guest`] opens into guest memory with this library and suite.
@@ -587,7 +604,8 @@ impl OpenHalf {
         record: &mut [u8],
         pages: &[VolatileSlice<'_>],
     ) -> Result<Landed, OpenError> {
-        let (header, body) = self.checked(record)?;
+        self.within_limit()?;
+        let (header, body) = Self::checked(record)?;
         let Some(guest) = &mut self.guest else {
             let opened = self.open_next(record).and_then(Content::of_lane);
             return opened.map(Landed::InRecord);
@@ -616,11 +634,16 @@ impl OpenHalf {
         opened.map(Landed::InRecord)
     }
 
-    /// Checks length and record limit, and splits a record into header and body.
-    fn checked<'a>(
-        &self,
-        record: &'a mut [u8],
-    ) -> Result<([u8; HEADER_BYTES], &'a mut [u8]), OpenError> {
+    /// Checks that the peer has not exceeded its key's record limit.
+    fn within_limit(&self) -> Result<(), OpenError> {
+        if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
+            return Err(OpenError::Limit);
+        }
+        Ok(())
+    }
+
+    /// Checks the length of a record and splits the record into header and body.
+    fn checked(record: &mut [u8]) -> Result<([u8; HEADER_BYTES], &mut [u8]), OpenError> {
         let bytes = record.len();
         let Some((header, body)) = record.split_first_chunk_mut::<HEADER_BYTES>() else {
             return Err(OpenError::Length { bytes });
@@ -628,16 +651,14 @@ impl OpenHalf {
         if bytes != Self::record_bytes(*header)? {
             return Err(OpenError::Length { bytes: body.len() });
         }
-        if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
-            return Err(OpenError::Limit);
-        }
         Ok((*header, body))
     }
 
     /// Like [`OpenHalf::open`], for a peer that may send TLS messages after the handshake. The
     /// caller must not open more records after an error or a close.
     pub(super) fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
-        let (header, body) = self.checked(record)?;
+        self.within_limit()?;
+        let (header, body) = Self::checked(record)?;
         let inner_bytes = self
             .key
             .open(nonce(&self.iv, self.sequence), header, body)
@@ -649,18 +670,9 @@ impl OpenHalf {
 
     /// Interprets the plaintext of a record, content type included.
     fn classify(&mut self, inner: &[u8]) -> Result<Content, OpenError> {
-        if inner.len() > CONTENT_BYTES + 1 {
-            return Err(OpenError::Length { bytes: inner.len() });
-        }
-        // The type is the last byte that is not padding (RFC 8446, section 5.4).
-        let end = inner
-            .iter()
-            .rposition(|&byte| byte != 0)
-            .ok_or(OpenError::NoContentType)?;
-        let content = &inner[..end];
-        match inner[end] {
-            APPLICATION_DATA if self.sequence > RECORD_LIMIT => Err(OpenError::Limit),
-            APPLICATION_DATA => {
+        match without_padding(inner)? {
+            (APPLICATION_DATA, _) if self.sequence > RECORD_LIMIT => Err(OpenError::Limit),
+            (APPLICATION_DATA, content) => {
                 self.empty_run = if content.is_empty() {
                     self.empty_run + 1
                 } else {
@@ -671,7 +683,7 @@ impl OpenHalf {
                 }
                 Ok(Content::Usual(Opened::Data(content.len())))
             }
-            content_type => Content::of_control(content_type, content),
+            (content_type, content) => Content::of_control(content_type, content),
         }
     }
 }
@@ -690,6 +702,17 @@ impl std::fmt::Debug for OpenHalf {
             .field("sequence", &self.sequence)
             .finish_non_exhaustive()
     }
+}
+
+/// Splits the plaintext of a record into the content's type and the content. The type is the last
+/// byte that is not padding (RFC 8446, section 5.4).
+fn without_padding(inner: &[u8]) -> Result<(u8, &[u8]), OpenError> {
+    if inner.len() > CONTENT_BYTES + 1 {
+        return Err(OpenError::Length { bytes: inner.len() });
+    }
+    let end = inner.iter().rposition(|&byte| byte != 0);
+    let end = end.ok_or(OpenError::NoContentType)?;
+    Ok((inner[end], &inner[..end]))
 }
 
 /// The header of a data or alert record. The caller has checked `body_bytes`.

@@ -1,7 +1,7 @@
 //! A channel of a relay. This process seals and opens its records.
 //!
-//! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
-//! blocks in the read or write of a socket.
+//! Both threads share one TLS session. Each blocks in the read or write of a socket, without a lock
+//! of the session.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -28,8 +28,8 @@ const PIECE_BYTES: usize = 512 << 10;
 pub(super) const CHANNEL_BYTES: u64 = 2 * (1080 << 10);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES + LINE_BYTES);
-// A channel has four buffers of one piece each, and rustls buffers one record per direction. The
-// third record is room for overhead: a sealed record is up to 29 bytes longer than its content.
+// A channel has four buffers of one piece each. In TLS 1.2, rustls buffers one record per direction.
+// The third record is room for overhead: a sealed record is up to 29 bytes longer than its content.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 
 impl Channel {
@@ -79,7 +79,10 @@ impl Channel {
             return Ok(());
         };
         match wait_writable(&self.tls, Instant::now()) {
-            Ok(true) => self.write_tls(&tls.session.take_pending()),
+            Ok(true) => {
+                let pending = tls.session.take_pending();
+                self.write_tls(&pending.map_err(|error| self.of_tls(&error))?)
+            }
             // If the socket has failed, the next write reports the error.
             Ok(false) | Err(_) => Ok(()),
         }
@@ -93,7 +96,7 @@ impl Channel {
     /// Carries the peer's bytes to the hypervisor.
     pub(super) fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
         let mut records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
-        let mut content = Vec::with_capacity(PIECE_BYTES);
+        let mut content = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
         // The bytes that have been received, but not opened.
         let (mut start, mut filled) = (0, 0);
         loop {
@@ -105,16 +108,15 @@ impl Channel {
                         drop((std::mem::take(&mut records), std::mem::take(&mut content)));
                         self.wait(&self.tls);
                         records = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
-                        content = Vec::with_capacity(PIECE_BYTES);
+                        content = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
                     }
                     continue;
                 }
                 Err(error) => return Err(self.of_io(&error)),
             }
-            content.clear();
             let opened = tls.session.open(&mut records[start..filled], &mut content);
             let opened = opened.map_err(|error| self.of_tls(&error))?;
-            self.write(&content, opened.is_over)?;
+            self.write(&content[..opened.content], opened.is_over)?;
             if opened.is_over {
                 return self.end_inward();
             }

@@ -13,7 +13,7 @@ use rustls::server::UnbufferedServerConnection;
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Next, Unbuffered, drive, identity_of, linger, negotiated_suite,
+    HandshakeError, Next, Unbuffered, drive, identity_of, linger, local, negotiated_suite,
     negotiated_version, step,
 };
 use crate::internals::accept::reading::{Reading, RejectReason, would_block};
@@ -75,8 +75,12 @@ fn finish<C: Unbuffered + Send + 'static>(
         let renews = renews && version == Version::V1_3;
         let (sealing, opening) = halves(&secrets, version, renews, next);
         Records::Kernel(sealing, opening)
+    } else if version == Version::V1_3 {
+        let (secrets, next) = connection.into_secrets()?;
+        let session = Session::new(secrets, next, side.provider);
+        Records::Process(session.map_err(local)?)
     } else {
-        Records::Process(Session::new(connection))
+        Records::Process(Session::older(connection))
     };
     Ok(Relayed {
         stream,

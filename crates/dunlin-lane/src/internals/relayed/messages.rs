@@ -1,5 +1,5 @@
 //! TLS's own messages on a relay's connection after the handshake, and when keys are renewed.
-//! The records are sealed and opened elsewhere: by the kernel or by rustls.
+//! The records are sealed and opened elsewhere: by the kernel or in [`records`](super::records).
 //!
 //! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
 //! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a
@@ -237,6 +237,11 @@ impl Opening {
     /// [`RelayError::Renewal`]; later records must not be read.
     pub(super) fn next_key(&mut self) -> Result<ConnectionTrafficSecrets, RelayError> {
         lock(&self.keys.next).receiving().map_err(not_renewed)
+    }
+
+    /// Whether a request for the peer's next key should be sent now, even without data to send.
+    pub(super) fn is_asking(&self) -> bool {
+        self.keys.is_asking()
     }
 
     /// Processes a record that is not data.

@@ -1,49 +1,55 @@
-//! A relay's connection with rustls, shared by two threads.
+//! A relay's connection in this process, shared by two threads.
 //!
-//! rustls keeps one state for both directions, behind a lock. The lock is held while records are
-//! sealed or opened, never while a socket is read or written, so one direction continues while the
-//! other direction is blocked. rustls handles session tickets and the peer's key updates itself.
+//! TLS 1.3 uses the records of lanes ([`records`](super::records)). TLS 1.2, which is only for older
+//! peers, stays with rustls: it keeps one state for both directions, behind a lock. No lock is held
+//! while a socket is read or written, so one direction continues while the other direction is
+//! blocked.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustls::ProtocolVersion;
+use rustls::ExtractedSecrets;
 use rustls::unbuffered::{ConnectionState, EncryptError, InsufficientSizeError};
 
 use super::RelayError;
-use crate::internals::handshake::{Unbuffered, encode};
+use super::records::Records;
+use crate::internals::handshake::{Renewal, Unbuffered, encode};
+use crate::internals::provider::{Provider, ProviderError};
 use crate::internals::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
 use crate::internals::sync::lock;
 
-/// Maximum number of key requests without data from this side in between. A peer may treat a longer
-/// sequence as an attack; rustls does so at 33 requests.
-const ASKS_LIMIT: u32 = 16;
-
 /// A connection after a complete handshake.
 pub struct Session {
-    connection: Mutex<Box<dyn Connection>>,
+    version: Version,
     is_pending: AtomicBool,
 }
 
+enum Version {
+    V1_2(Mutex<Box<dyn Connection>>),
+    V1_3(Records),
+}
+
 /// The result of [`Session::open`].
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Opened {
     /// The number of input bytes consumed: complete records.
     pub taken: usize,
+    /// The number of bytes of content.
+    pub content: usize,
     /// Whether the peer has closed its direction. The close is authenticated.
     pub is_over: bool,
 }
 
-/// The connection of either role.
+/// The connection of either role, in TLS 1.2.
 trait Connection: Send {
     fn seal(&mut self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError>;
 
-    fn open(&mut self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError>;
+    fn open(&mut self, bytes: &mut [u8], content: &mut [u8]) -> Result<Opened, RelayError>;
 
     /// Records with rustls's own messages, which must be sent before any other record.
     fn pending(&mut self) -> &mut Vec<u8>;
 
-    fn renew_after(&mut self, records: u64);
+    fn end_after(&mut self, records: u64);
 }
 
 struct Shared<C> {
@@ -52,41 +58,48 @@ struct Shared<C> {
     /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
     /// message. rustls keeps positions in these bytes, so the next call must pass them again.
     partial: Vec<u8>,
-    /// Maximum number of data records that this side seals with one key. In TLS 1.3, this side also
-    /// requests the peer's next key after it has opened half as many records.
+    /// Maximum number of data records that this side seals.
     limit: u64,
-    /// Data records sealed with the current key.
+    /// Sealed data records.
     sealed: u64,
-    /// Data records opened since the last request for the peer's next key.
-    opened: u64,
-    /// The number of requests for the peer's next key since this side last sent data.
-    asks: u32,
-    is_closed: bool,
 }
 
 impl Session {
-    pub(crate) fn new<C: Unbuffered + Send + 'static>(connection: C) -> Self {
+    /// Returns a connection with TLS 1.2.
+    pub(crate) fn older<C: Unbuffered + Send + 'static>(connection: C) -> Self {
         let shared = Shared {
             connection,
             pending: Vec::new(),
             partial: Vec::new(),
             limit: RECORD_LIMIT,
             sealed: 0,
-            opened: 0,
-            asks: 0,
-            is_closed: false,
         };
         Self {
-            connection: Mutex::new(Box::new(shared)),
+            version: Version::V1_2(Mutex::new(Box::new(shared))),
             is_pending: AtomicBool::new(false),
         }
+    }
+
+    /// Returns a connection with TLS 1.3. `next` derives its next keys.
+    pub(crate) fn new(
+        secrets: ExtractedSecrets,
+        next: Box<dyn Renewal>,
+        provider: Provider,
+    ) -> Result<Self, ProviderError> {
+        Ok(Self {
+            version: Version::V1_3(Records::new(secrets, next, provider)?),
+            is_pending: AtomicBool::new(false),
+        })
     }
 
     /// Makes this side renew each of its keys after `records` records, but not later than at the
     /// key's record limit. TLS 1.2 cannot renew keys, so a TLS 1.2 connection then ends with
     /// [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
-        lock(&self.connection).renew_after(records);
+        match &self.version {
+            Version::V1_2(connection) => lock(connection).end_after(records),
+            Version::V1_3(connection) => connection.renew_after(records),
+        }
     }
 
     /// Seals `content` into the front of `records`, which grows as needed. If `content` is `None`,
@@ -96,64 +109,65 @@ impl Session {
     /// # Errors
     /// [`RelayError`]; nothing may be sent.
     pub fn seal(&self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError> {
-        let mut connection = lock(&self.connection);
         self.is_pending.store(false, Ordering::SeqCst);
-        connection.seal(content, records)
+        match &self.version {
+            Version::V1_2(connection) => lock(connection).seal(content, records),
+            Version::V1_3(connection) => connection.seal(content, records),
+        }
     }
 
-    /// Opens all complete records in `bytes` and appends their content to `content`. Pass the bytes
-    /// that were not consumed to the next call, followed by the bytes received since.
+    /// Opens all complete records in `bytes` and writes their content to the front of `content`,
+    /// which must be at least as long as `bytes`. Pass the bytes that were not consumed to the next
+    /// call, followed by the bytes received since.
     ///
     /// # Errors
-    /// [`RelayError`]; what this call appended to `content` must not be used.
-    pub fn open(&self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError> {
-        let mut connection = lock(&self.connection);
-        let opened = connection.open(bytes, content)?;
-        let is_pending = !connection.pending().is_empty();
+    /// [`RelayError`]; what this call wrote to `content` must not be used, and the connection opens
+    /// no more records.
+    pub fn open(&self, bytes: &mut [u8], content: &mut [u8]) -> Result<Opened, RelayError> {
+        let (opened, is_pending) = match &self.version {
+            Version::V1_2(connection) => {
+                let mut connection = lock(connection);
+                let opened = connection.open(bytes, content)?;
+                (opened, !connection.pending().is_empty())
+            }
+            Version::V1_3(connection) => connection.open(bytes, content)?,
+        };
         self.is_pending.store(is_pending, Ordering::SeqCst);
         Ok(opened)
     }
 
-    /// Whether rustls itself has a message to send, such as a key update. The next
-    /// [`Session::seal`] returns it before the content.
+    /// Whether a message of TLS's own should be sent even without content, such as a request for
+    /// the peer's next key. The next [`Session::seal`] returns it before the content.
     pub fn is_pending(&self) -> bool {
         self.is_pending.load(Ordering::SeqCst)
     }
 
     /// Removes and returns the message that [`Session::is_pending`] reports. Send it in order with
     /// the bytes of [`Session::seal`].
-    pub fn take_pending(&self) -> Vec<u8> {
-        let mut connection = lock(&self.connection);
+    ///
+    /// # Errors
+    /// [`RelayError`]; nothing may be sent.
+    pub fn take_pending(&self) -> Result<Vec<u8>, RelayError> {
         self.is_pending.store(false, Ordering::SeqCst);
-        std::mem::take(connection.pending())
-    }
-}
-
-impl<C: Unbuffered + Send> Shared<C> {
-    fn is_1_3(&self) -> bool {
-        self.connection.common().protocol_version() == Some(ProtocolVersion::TLSv1_3)
+        match &self.version {
+            Version::V1_2(connection) => Ok(std::mem::take(lock(connection).pending())),
+            Version::V1_3(connection) => connection.take_pending(),
+        }
     }
 }
 
 impl<C: Unbuffered + Send> Connection for Shared<C> {
     fn seal(&mut self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError> {
-        let is_1_3 = self.is_1_3();
         let count = content.map_or(0, |content| content.len().div_ceil(CONTENT_BYTES) as u64);
+        if self.sealed + count > self.limit {
+            return Err(RelayError::UsedUp);
+        }
         loop {
             match self.connection.process(&mut self.partial).state? {
                 ConnectionState::EncodeTlsData(mut part) => {
                     encode(&mut part, &mut self.pending).map_err(unexpected)?;
                 }
                 ConnectionState::TransmitTlsData(sent) => sent.done(),
-                ConnectionState::WriteTraffic(traffic)
-                    if self.sealed > 0 && self.sealed + count > self.limit && content.is_some() =>
-                {
-                    if !is_1_3 {
-                        return Err(RelayError::UsedUp);
-                    }
-                    traffic.refresh_traffic_keys()?;
-                    self.sealed = 0;
-                }
                 ConnectionState::WriteTraffic(mut traffic) => {
                     let front = self.pending.len();
                     records.resize(records.len().max(front), 0);
@@ -174,8 +188,6 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                     };
                     self.pending.clear();
                     self.sealed += count;
-                    self.asks = 0;
-                    self.is_closed = content.is_none();
                     return Ok(front + sealed);
                 }
                 state => return Err(unexpected(format!("{state:?} while sealing"))),
@@ -183,54 +195,41 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
         }
     }
 
-    fn open(&mut self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError> {
-        let is_1_3 = self.is_1_3();
-        let mut taken = 0;
-        let is_over = loop {
-            let status = self.connection.process(&mut bytes[taken..]);
+    fn open(&mut self, bytes: &mut [u8], content: &mut [u8]) -> Result<Opened, RelayError> {
+        let mut opened = Opened::default();
+        while !opened.is_over {
+            let status = self.connection.process(&mut bytes[opened.taken..]);
             match status.state? {
                 ConnectionState::ReadTraffic(mut traffic) => {
                     while let Some(record) = traffic.next_record() {
-                        content.extend_from_slice(record?.payload);
-                        self.opened += 1;
+                        let part = record?.payload;
+                        content[opened.content..][..part.len()].copy_from_slice(part);
+                        opened.content += part.len();
                     }
                 }
                 ConnectionState::EncodeTlsData(mut part) => {
                     encode(&mut part, &mut self.pending).map_err(unexpected)?;
                 }
                 ConnectionState::TransmitTlsData(sent) => sent.done(),
-                ConnectionState::PeerClosed | ConnectionState::Closed => break true,
-                // Request the peer's next key, because the peer may never renew its key by itself.
-                // Nothing may be sent after this direction's close.
-                ConnectionState::WriteTraffic(traffic)
-                    if is_1_3
-                        && !self.is_closed
-                        && self.asks < ASKS_LIMIT
-                        && self.opened >= self.limit / 2 =>
-                {
-                    self.opened = 0;
-                    self.asks += 1;
-                    traffic.refresh_traffic_keys()?;
-                    self.sealed = 0;
-                }
+                ConnectionState::PeerClosed | ConnectionState::Closed => opened.is_over = true,
                 ConnectionState::WriteTraffic(_) => {
-                    taken += status.discard;
-                    break false;
+                    opened.taken += status.discard;
+                    break;
                 }
                 state => return Err(unexpected(format!("{state:?} while opening"))),
             }
-            taken += status.discard;
-        };
+            opened.taken += status.discard;
+        }
         self.partial.clear();
-        self.partial.extend_from_slice(&bytes[taken..]);
-        Ok(Opened { taken, is_over })
+        self.partial.extend_from_slice(&bytes[opened.taken..]);
+        Ok(opened)
     }
 
     fn pending(&mut self) -> &mut Vec<u8> {
         &mut self.pending
     }
 
-    fn renew_after(&mut self, records: u64) {
+    fn end_after(&mut self, records: u64) {
         self.limit = records.min(RECORD_LIMIT);
     }
 }
