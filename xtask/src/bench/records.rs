@@ -1,17 +1,17 @@
-//! The encryption of the tunnel's floor: each byte is sealed once and opened once, in place.
+//! The encryption of the tunnel's floor: each byte is sealed once and opened once, without a copy.
 //!
-//! One end reads bytes straight into the records of a buffer, seals the records there and writes
-//! them from there. The other end opens records in its own buffer and writes their content from
-//! there. There is no handshake, and all connections use the same key, so the encryption protects
-//! nothing.
+//! One end reads bytes into a buffer, seals them from there into the records of another buffer, and
+//! writes the records. The other end reads records, opens them into another buffer and writes their
+//! content. Each buffer begins at the address that the kernel copies to and from fastest. There is
+//! no handshake, and all connections use the same key, so the encryption protects nothing.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{Read, Write};
 
 use anyhow::{Result, bail, ensure};
 use dunlin_lane::fastest;
 use dunlin_lane::provider::{CipherSuite, Provider};
 use dunlin_lane::record::{
-    CONTENT_BYTES, HEADER_BYTES, OVERHEAD_BYTES, OpenHalf, Opened, RECORD_BYTES, SealHalf,
+    CONTENT_BYTES, OVERHEAD_BYTES, OpenHalf, Opened, RECORD_BYTES, SealHalf,
 };
 use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 
@@ -19,8 +19,8 @@ use super::ends::Stream;
 
 /// Bytes that a forwarder moves in one piece, with or without records.
 pub(super) const PIECE_BYTES: usize = 512 << 10;
-/// The number of records that one read fills.
-const RECORDS: usize = PIECE_BYTES / CONTENT_BYTES;
+/// The length of the records of one piece.
+const RECORDS_BYTES: usize = PIECE_BYTES / CONTENT_BYTES * RECORD_BYTES;
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
 const KEY: [u8; 32] = [1; 32];
 const IV: [u8; 12] = [2; 12];
@@ -34,71 +34,60 @@ pub(super) fn provider() -> Provider {
 /// allows.
 pub(super) fn seal(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut half = SealHalf::new(provider(), SUITE, &KEY, IV, 0)?;
-    let mut records = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
+    let mut content = AlignedBytes::zeroed(PIECE_BYTES, LINE_BYTES);
+    let mut records = AlignedBytes::zeroed(RECORDS_BYTES, LINE_BYTES);
     loop {
-        let contents = records.chunks_exact_mut(RECORD_BYTES);
-        let contents = contents.map(|record| &mut record[HEADER_BYTES..][..CONTENT_BYTES]);
-        let mut contents: Vec<_> = contents.map(IoSliceMut::new).collect();
-        let count = from.read_vectored(&mut contents)?;
+        let count = from.read(&mut content)?;
         if count == 0 {
             return Ok(to.shutdown()?);
         }
-        let sealed = &mut records[..sealed_bytes(count)];
-        for record in sealed.chunks_mut(RECORD_BYTES) {
-            half.seal(record)?;
+        let mut sealed = 0;
+        for part in content[..count].chunks(CONTENT_BYTES) {
+            let record = sealed..sealed + part.len() + OVERHEAD_BYTES;
+            sealed = record.end;
+            half.seal_from(part, &mut records[record])?;
         }
-        to.write_all(sealed)?;
+        to.write_all(&records[..sealed])?;
     }
 }
 
-/// The total length of records with this much content: full records, and a last one that may
-/// be shorter.
-fn sealed_bytes(content: usize) -> usize {
-    content + content.div_ceil(CONTENT_BYTES) * OVERHEAD_BYTES
-}
-
 /// Reads records until the end of the stream, and writes their content.
-pub(super) fn open(mut from: &Stream, to: &Stream) -> Result<()> {
+pub(super) fn open(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut half = OpenHalf::new(provider(), SUITE, &KEY, IV, 0)?;
-    let mut buffer = AlignedBytes::zeroed(RECORDS * RECORD_BYTES, LINE_BYTES);
-    let mut filled = 0;
+    let mut records = AlignedBytes::zeroed(RECORDS_BYTES, LINE_BYTES);
+    let mut content = AlignedBytes::zeroed(RECORDS_BYTES, LINE_BYTES);
+    // The records that have been received, but not opened.
+    let (mut start, mut filled) = (0, 0);
     loop {
-        let count = from.read(&mut buffer[filled..])?;
+        let count = from.read(&mut records[filled..])?;
         if count == 0 {
-            ensure!(filled == 0, "the stream ends inside a record");
+            ensure!(start == filled, "the stream ends inside a record");
             return Ok(to.shutdown()?);
         }
         filled += count;
-        let mut contents = Vec::with_capacity(RECORDS);
         let mut opened = 0;
-        let mut rest = &mut buffer[..filled];
+        let mut rest = &mut records[start..filled];
         while let Some(&header) = rest.first_chunk() {
             let bytes = OpenHalf::record_bytes(header)?;
             let Some((record, behind)) = rest.split_at_mut_checked(bytes) else {
                 break;
             };
-            let Opened::Data(length) = half.open(record)? else {
+            let inner = bytes - OVERHEAD_BYTES + 1;
+            let Opened::Data(length) = half.open_into(record, &mut content[opened..][..inner])?
+            else {
                 bail!("a record holds no data");
             };
-            contents.push(IoSlice::new(&record[HEADER_BYTES..][..length]));
-            opened += bytes;
+            opened += length;
+            start += bytes;
             rest = behind;
         }
-        write_all_vectored(to, &mut contents)?;
-        buffer.copy_within(opened..filled, 0);
-        filled -= opened;
+        to.write_all(&content[..opened])?;
+        // The next read begins at a multiple of a line.
+        let partial = start..filled;
+        start = partial.len().next_multiple_of(LINE_BYTES) - partial.len();
+        filled = start + partial.len();
+        records.copy_within(partial, start);
     }
-}
-
-/// Does the work of [`Write::write_all_vectored`], which is not stable yet.
-fn write_all_vectored(mut to: &Stream, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
-    while !parts.is_empty() {
-        match to.write_vectored(parts)? {
-            0 => return Err(io::ErrorKind::WriteZero.into()),
-            count => IoSlice::advance_slices(&mut parts, count),
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -158,17 +147,5 @@ mod tests {
         opened(&sealed[..sealed.len() - 1]).unwrap_err();
         sealed[50] ^= 1;
         opened(&sealed).unwrap_err();
-    }
-
-    #[test]
-    fn the_last_record_is_as_short_as_its_content() {
-        for (content, sealed) in [
-            (1, 1 + OVERHEAD_BYTES),
-            (CONTENT_BYTES, RECORD_BYTES),
-            (CONTENT_BYTES + 1, RECORD_BYTES + 1 + OVERHEAD_BYTES),
-            (PIECE_BYTES, RECORDS * RECORD_BYTES),
-        ] {
-            assert_eq!(sealed_bytes(content), sealed);
-        }
     }
 }
