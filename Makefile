@@ -49,9 +49,10 @@ audit:
 # during an evacuation, and memory that a session leaves, plus 60 for several VMs of one `vm run`, plus 240 for
 # limits of the status page's CPU time and of handed-over sockets that wait, and for silent peers of relays, plus 10
 # for timelines of several VMs, 90 for threads of trunks that wake less often, and 230 for records that are sealed
-# and opened in separate memory, for aligned buffers, and for guests of the benchmark that are partly filled. A
-# change that raises the limit states its reason here.
-LINES_LIMIT = 70810
+# and opened in separate memory, for aligned buffers, and for guests of the benchmark that are partly filled, and
+# 220 for a relay's TLS 1.3 records, which are sealed and opened without copies. A change that raises the limit
+# states its reason here.
+LINES_LIMIT = 71030
 
 # Runs the checks that CI runs before the tests.
 check:
