@@ -4,12 +4,12 @@
 //! A record consists of a header of five bytes, the content, one byte with the content's type, and
 //! a tag of sixteen bytes. Records are sealed and opened in place, in the caller's buffer. If the
 //! crypto library supports it, the cipher works between that buffer and other memory instead, of a
-//! guest or of this process, so the content is not copied. [`SealHalf`] and [`OpenHalf`] count their own records and are independent
-//! of each other, so they can belong to two threads.
+//! guest or of this process, so the content is not copied. [`SealHalf`] and [`OpenHalf`] count
+//! their own records and are independent of each other, so they can belong to two threads.
 //!
-//! Keys are not updated. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one
-//! key; a lane is replaced before that, see [`RECORD_LIMIT`]. A peer that requests new keys ends
-//! the lane.
+//! A half has one key. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one key.
+//! A relay makes new halves for its next keys. A lane is replaced instead, see [`RECORD_LIMIT`], and
+//! a peer that requests new keys ends the lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -85,7 +85,7 @@ pub enum OpenError {
     /// The outer content type or the version is not that of a protected record.
     #[error(
         "the peer sent an unprotected record (type {content_type}, version {major}.{minor}) on an \
-         encrypted lane: the peer does not use TLS 1.3, or another program wrote to the connection"
+         encrypted connection: the peer does not use TLS 1.3, or another program wrote to the connection"
     )]
     Unprotected {
         /// The type byte of the header.
@@ -151,7 +151,7 @@ pub enum OpenError {
     )]
     Limit,
     /// An earlier record has already ended this half of the lane.
-    #[error("this lane already failed or was closed")]
+    #[error("this connection already failed or was closed")]
     Spent,
 }
 

@@ -54,13 +54,14 @@ pub fn client(
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
-    finish((stream, at), connection, &tls.side)
+    finish((stream, at), connection, &tls.side, true)
 }
 
 fn finish<C: Unbuffered + Send + 'static>(
     (stream, at): (TcpStream, SocketAddr),
     connection: C,
     side: &Side,
+    is_client: bool,
 ) -> Result<Relayed, HandshakeError> {
     let common = connection.common();
     let peer = identity_of(common, &side.trust)?;
@@ -73,11 +74,11 @@ fn finish<C: Unbuffered + Send + 'static>(
         kernel::give(&stream, &secrets, version)?;
         let renews = kernel::abilities(suite).is_ok_and(|abilities| abilities.renews_keys);
         let renews = renews && version == Version::V1_3;
-        let (sealing, opening) = halves(&secrets, version, renews, next);
+        let (sealing, opening) = halves(&secrets, version, is_client, renews, next);
         Records::Kernel(sealing, opening)
     } else if version == Version::V1_3 {
         let (secrets, next) = connection.into_secrets()?;
-        let session = Session::new(secrets, next, side.provider);
+        let session = Session::new(secrets, next, is_client, side.provider);
         Records::Process(session.map_err(local)?)
     } else {
         Records::Process(Session::older(connection))
@@ -199,7 +200,7 @@ impl Greeting {
     /// Returns the connection of a complete handshake.
     pub(crate) fn finish(self, stream: TcpStream, at: SocketAddr) -> Result<Relayed, RejectReason> {
         stream.set_nonblocking(false)?;
-        let relayed = finish((stream, at), self.connection, &self.settings.side)?;
+        let relayed = finish((stream, at), self.connection, &self.settings.side, false)?;
         Ok(Relayed {
             asked_for: self.asked_for,
             ..relayed

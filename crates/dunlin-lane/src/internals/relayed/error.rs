@@ -4,9 +4,9 @@ use thiserror::Error;
 
 use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 
-/// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
-/// common implementations do not send them.
-pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
+/// Maximum length of a handshake message, without its header of four bytes; that of rustls. The
+/// format allows longer session tickets, but common implementations do not send them.
+pub(super) const MESSAGE_LIMIT_BYTES: usize = 0xffff;
 /// Maximum number of TLS messages without data in between. A longer sequence is an attack or a
 /// fault.
 pub(super) const LATE_RUN_LIMIT: u32 = 32;
@@ -18,7 +18,7 @@ pub enum RelayError {
     /// rustls ended the connection.
     #[error("{0}")]
     Tls(rustls::Error),
-    /// The kernel could not open a record, or the record violates the protocol.
+    /// A record could not be opened, or violates the protocol.
     #[error(transparent)]
     Open(OpenError),
     /// A record could not be sealed.

@@ -1,5 +1,5 @@
 //! A relay's connection with kernel TLS. The kernel moves data from socket to socket. The records
-//! that are not data come to this process, and [`messages`](super::messages) interprets them.
+//! that are not data come to this process, and the module `messages` interprets them.
 
 use std::io;
 use std::net::TcpStream;

@@ -1,5 +1,5 @@
 //! TLS's own messages on a relay's connection after the handshake, and when keys are renewed.
-//! The records are sealed and opened elsewhere: by the kernel or in [`records`](super::records).
+//! The records are sealed and opened elsewhere: by the kernel or in the module `records`.
 //!
 //! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
 //! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a
@@ -35,11 +35,14 @@ struct Keys {
     is_1_3: bool,
     /// Whether keys can be replaced, which some kernels cannot do.
     renews: bool,
+    /// Whether this side is the client. Only a server sends session tickets.
+    is_client: bool,
     /// Whether the peer has requested this side's next key and has not received it.
     asked: AtomicBool,
     /// Whether this side must still request the peer's next key.
     asking: AtomicBool,
-    /// The number of requests for the peer's next key since this side last sent data.
+    /// The number of requests for the peer's next key that this side has sealed since it last
+    /// sealed data.
     asks: AtomicU32,
     /// Whether this side has closed its direction.
     is_closed: AtomicBool,
@@ -81,6 +84,7 @@ pub(super) enum Verdict {
 pub(crate) fn halves(
     secrets: &ExtractedSecrets,
     version: Version,
+    is_client: bool,
     renews: bool,
     next: Box<dyn Renewal>,
 ) -> (Sealing, Opening) {
@@ -88,6 +92,7 @@ pub(crate) fn halves(
         next: Mutex::new(next),
         is_1_3: version == Version::V1_3,
         renews,
+        is_client,
         asked: AtomicBool::new(false),
         asking: AtomicBool::new(false),
         asks: AtomicU32::new(0),
@@ -147,7 +152,7 @@ impl Sealing {
     }
 
     /// Returns a key update that must be sent before up to `records` records of data, if one is
-    /// due. After it, seal with the key of [`Sealing::next_key`].
+    /// due. After it, seal with the next key.
     ///
     /// # Errors
     /// If an update is due: [`RelayError::UsedUp`] in TLS 1.2, which has no key update;
@@ -170,6 +175,9 @@ impl Sealing {
         }
         if !keys.renews {
             return Err(not_renewed(CANNOT_RENEW));
+        }
+        if asking {
+            keys.asks.fetch_add(1, Ordering::Relaxed);
         }
         // RFC 8446, section 4.6.3.
         Ok(Some((HANDSHAKE, vec![24, 0, 0, 1, u8::from(asking)])))
@@ -198,10 +206,7 @@ impl Opening {
     /// # Errors
     /// [`RelayError`]; the data must not be used.
     pub fn came(&mut self, bytes: usize) -> Result<(), RelayError> {
-        if let Some(&kind) = self.message.first() {
-            // Data must not come between the parts of a message (RFC 8446, section 5.1).
-            return Err(RelayError::Late(kind));
-        }
+        self.between_messages()?;
         self.late_run = 0;
         self.empty_run = 0;
         self.records += records_of(bytes);
@@ -213,7 +218,6 @@ impl Opening {
             && keys.asks.load(Ordering::Relaxed) < ASKS_LIMIT
         {
             self.asked = true;
-            keys.asks.fetch_add(1, Ordering::Relaxed);
             keys.asking.store(true, Ordering::SeqCst);
         }
         Ok(())
@@ -224,6 +228,7 @@ impl Opening {
     /// # Errors
     /// [`RelayError`] if there are too many.
     pub fn was_empty(&mut self) -> Result<(), RelayError> {
+        self.between_messages()?;
         self.empty_run += 1;
         if self.empty_run > EMPTY_RUN_LIMIT {
             return Err(OpenError::EmptyRun.into());
@@ -256,6 +261,9 @@ impl Opening {
         if !self.keys.is_1_3 {
             return self.older(content_type, content);
         }
+        if content_type != HANDSHAKE {
+            self.between_messages()?;
+        }
         match Content::of_control(content_type, content) {
             Ok(Content::Late(..)) => self.late(content),
             Ok(Content::Usual(_)) => Ok(Verdict::Closed),
@@ -265,6 +273,14 @@ impl Opening {
                 alert: USER_CANCELED,
             }) => self.count_late().map(|()| Verdict::Nothing),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// No other record may come between the parts of a message (RFC 8446, section 5.1).
+    fn between_messages(&self) -> Result<(), RelayError> {
+        match self.message.first() {
+            Some(&kind) => Err(RelayError::Late(kind)),
+            None => Ok(()),
         }
     }
 
@@ -284,22 +300,20 @@ impl Opening {
             return Err(RelayError::Late(0));
         }
         self.message.extend_from_slice(content);
-        loop {
-            let [kind, high, middle, low, ..] = self.message[..] else {
-                return Ok(Verdict::Nothing);
-            };
-            let whole = 4 + u32::from_be_bytes([0, high, middle, low]) as usize;
-            if whole > MESSAGE_LIMIT_BYTES {
+        let mut at = 0;
+        while let [kind, high, middle, low, rest @ ..] = &self.message[at..] {
+            let length = u32::from_be_bytes([0, *high, *middle, *low]) as usize;
+            if length > MESSAGE_LIMIT_BYTES {
                 return Err(RelayError::LateRun);
             }
-            if self.message.len() < whole {
-                return Ok(Verdict::Nothing);
-            }
-            match (kind, &self.message[4..whole]) {
-                (4, _) => {}
+            let Some(message) = rest.get(..length) else {
+                break;
+            };
+            match (*kind, message) {
+                (4, _) if self.keys.is_client => {}
                 // No message may follow the key update in the same record, because the old key
                 // sealed this record.
-                (24, [requested @ (0 | 1)]) if self.message.len() == whole => {
+                (24, [requested @ (0 | 1)]) if rest.len() == length => {
                     // A request is not part of a flood if this side has answered the previous
                     // request. A peer without data to send has no other way to request this side's
                     // next key.
@@ -311,10 +325,16 @@ impl Opening {
                     self.asked = false;
                     return Ok(Verdict::Renewed);
                 }
-                _ => return Err(RelayError::Late(kind)),
+                (kind, _) => return Err(RelayError::Late(kind)),
             }
-            self.message.drain(..whole);
+            at += 4 + length;
+            // The record is counted above. Count each further message in it.
+            if at < self.message.len() {
+                self.count_late()?;
+            }
         }
+        self.message.drain(..at);
+        Ok(Verdict::Nothing)
     }
 
     /// Interprets a TLS 1.2 record that is not data.

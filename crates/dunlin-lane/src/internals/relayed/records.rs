@@ -5,6 +5,7 @@
 //! The directions share only what [`messages`](super::messages) shares, so one thread can seal
 //! while another opens.
 
+use std::mem::replace;
 use std::sync::Mutex;
 
 use dunlin_linux::ktls::Version;
@@ -31,6 +32,8 @@ struct Sealer {
     records: SealHalf,
     messages: Sealing,
     provider: Provider,
+    /// Whether this side has closed its direction, or a record could not be sealed.
+    is_over: bool,
 }
 
 struct Opener {
@@ -45,15 +48,18 @@ impl Records {
     pub(super) fn new(
         secrets: ExtractedSecrets,
         next: Box<dyn Renewal>,
+        is_client: bool,
         provider: Provider,
     ) -> Result<Self, ProviderError> {
-        let (sealing, opening) = messages::halves(&secrets, Version::V1_3, true, next);
+        let version = Version::V1_3;
+        let (sealing, opening) = messages::halves(&secrets, version, is_client, true, next);
         let (seal, open) = halves(secrets, provider)?;
         Ok(Self {
             sealer: Mutex::new(Sealer {
                 records: seal,
                 messages: sealing,
                 provider,
+                is_over: false,
             }),
             opener: Mutex::new(Opener {
                 records: open,
@@ -75,29 +81,21 @@ impl Records {
         records: &mut Vec<u8>,
     ) -> Result<usize, RelayError> {
         let mut sealer = lock(&self.sealer);
-        let Some(content) = content else {
-            let close = sealer.messages.closes();
-            return sealer.control(&close, records);
-        };
-        let count = content.len().div_ceil(CONTENT_BYTES);
-        let mut filled = sealer.renew(count as u64, records)?;
-        let end = filled + content.len() + count * OVERHEAD_BYTES;
-        records.resize(records.len().max(end), 0);
-        for part in content.chunks(CONTENT_BYTES) {
-            let record = filled..filled + part.len() + OVERHEAD_BYTES;
-            filled = record.end;
-            let sealed = sealer.records.seal_from(part, &mut records[record]);
-            sealed.map_err(RelayError::Seal)?;
+        if replace(&mut sealer.is_over, true) {
+            return Err(OpenError::Spent.into());
         }
-        sealer.messages.gave(content.len());
-        Ok(filled)
+        let sealed = sealer.seal(content, records)?;
+        sealer.is_over = content.is_none();
+        Ok(sealed)
     }
 
     /// Returns the request for the peer's next key if it should be sent now; otherwise nothing.
     pub(super) fn take_pending(&self) -> Result<Vec<u8>, RelayError> {
         let (mut sealer, mut records) = (lock(&self.sealer), Vec::new());
-        if sealer.messages.is_asking() {
+        if !sealer.is_over && sealer.messages.is_asking() {
+            sealer.is_over = true;
             sealer.renew(0, &mut records)?;
+            sealer.is_over = false;
         }
         Ok(records)
     }
@@ -110,10 +108,9 @@ impl Records {
         content: &mut [u8],
     ) -> Result<(Opened, bool), RelayError> {
         let mut opener = lock(&self.opener);
-        if opener.is_over {
+        if replace(&mut opener.is_over, true) {
             return Err(OpenError::Spent.into());
         }
-        opener.is_over = true;
         let opened = opener.open(bytes, content)?;
         opener.is_over = opened.is_over;
         Ok((opened, opener.messages.is_asking()))
@@ -121,6 +118,25 @@ impl Records {
 }
 
 impl Sealer {
+    fn seal(&mut self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError> {
+        let Some(content) = content else {
+            let close = self.messages.closes();
+            return self.control(&close, records);
+        };
+        let count = content.len().div_ceil(CONTENT_BYTES);
+        let mut filled = self.renew(count as u64, records)?;
+        let end = filled + content.len() + count * OVERHEAD_BYTES;
+        records.resize(records.len().max(end), 0);
+        for part in content.chunks(CONTENT_BYTES) {
+            let record = filled..filled + part.len() + OVERHEAD_BYTES;
+            filled = record.end;
+            let sealed = self.records.seal_from(part, &mut records[record]);
+            sealed.map_err(RelayError::Seal)?;
+        }
+        self.messages.gave(content.len());
+        Ok(filled)
+    }
+
     /// Seals a key update if one must be sent before `count` records of data. Returns its length.
     fn renew(&mut self, count: u64, records: &mut Vec<u8>) -> Result<usize, RelayError> {
         let Some(update) = self.messages.renews(count)? else {
@@ -159,7 +175,8 @@ impl Opener {
                 break;
             };
             let inner = record.len() - HEADER_BYTES - TAG_BYTES;
-            let inner = &mut content[opened.content..][..inner];
+            let inner = (content[opened.content..].get_mut(..inner))
+                .ok_or(OpenError::Length { bytes: inner })?;
             let (content_type, length) = self.records.open_any_into(record, inner)?;
             opened.taken = end;
             if content_type == APPLICATION_DATA {

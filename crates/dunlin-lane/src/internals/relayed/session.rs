@@ -1,8 +1,8 @@
 //! A relay's connection in this process, shared by two threads.
 //!
-//! TLS 1.3 uses the records of lanes ([`records`](super::records)). TLS 1.2, which is only for older
-//! peers, stays with rustls: it keeps one state for both directions, behind a lock. No lock is held
-//! while a socket is read or written, so one direction continues while the other direction is
+//! TLS 1.3 uses the records of lanes (module `records`). TLS 1.2, which is only for older peers,
+//! uses rustls, which keeps one state for both directions, behind a lock. No lock of a connection is
+//! held while a socket is read or written, so one direction continues while the other direction is
 //! blocked.
 
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ use super::RelayError;
 use super::records::Records;
 use crate::internals::handshake::{Renewal, Unbuffered, encode};
 use crate::internals::provider::{Provider, ProviderError};
-use crate::internals::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
+use crate::internals::record::{Alert, CONTENT_BYTES, OpenError, RECORD_LIMIT};
 use crate::internals::sync::lock;
 
 /// A connection after a complete handshake.
@@ -62,6 +62,8 @@ struct Shared<C> {
     limit: u64,
     /// Sealed data records.
     sealed: u64,
+    /// Whether the peer has closed its direction, or a record was invalid.
+    is_over: bool,
 }
 
 impl Session {
@@ -73,6 +75,7 @@ impl Session {
             partial: Vec::new(),
             limit: RECORD_LIMIT,
             sealed: 0,
+            is_over: false,
         };
         Self {
             version: Version::V1_2(Mutex::new(Box::new(shared))),
@@ -84,10 +87,11 @@ impl Session {
     pub(crate) fn new(
         secrets: ExtractedSecrets,
         next: Box<dyn Renewal>,
+        is_client: bool,
         provider: Provider,
     ) -> Result<Self, ProviderError> {
         Ok(Self {
-            version: Version::V1_3(Records::new(secrets, next, provider)?),
+            version: Version::V1_3(Records::new(secrets, next, is_client, provider)?),
             is_pending: AtomicBool::new(false),
         })
     }
@@ -196,6 +200,9 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
     }
 
     fn open(&mut self, bytes: &mut [u8], content: &mut [u8]) -> Result<Opened, RelayError> {
+        if std::mem::replace(&mut self.is_over, true) {
+            return Err(OpenError::Spent.into());
+        }
         let mut opened = Opened::default();
         while !opened.is_over {
             let status = self.connection.process(&mut bytes[opened.taken..]);
@@ -220,6 +227,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
             }
             opened.taken += status.discard;
         }
+        self.is_over = opened.is_over;
         self.partial.clear();
         self.partial.extend_from_slice(&bytes[opened.taken..]);
         Ok(opened)

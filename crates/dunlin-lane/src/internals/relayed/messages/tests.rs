@@ -11,14 +11,14 @@ const LIMIT: u64 = 64;
 /// Returns both sides of a connection.
 fn pair(version: Version) -> ((Sealing, Opening), (Sealing, Opening)) {
     (
-        halves_without_kernel(version),
-        halves_without_kernel(version),
+        halves_without_kernel(version, true),
+        halves_without_kernel(version, true),
     )
 }
 
 /// Returns one side's receiving half in TLS 1.3.
 fn open() -> Opening {
-    halves_without_kernel(Version::V1_3).1
+    halves_without_kernel(Version::V1_3, true).1
 }
 
 /// Delivers a key update to the other side if one is due, as if the kernels had installed the next
@@ -51,9 +51,23 @@ fn a_split_ticket_is_ignored_and_data_within_it_is_an_error() {
     let two = [&ticket[..], &ticket[..]].concat();
     assert_eq!(open.interpret(HANDSHAKE, &two).unwrap(), Verdict::Nothing);
     open.came(4).unwrap();
+    // No other record may come between the parts of a message.
     open.interpret(HANDSHAKE, &ticket[..50]).unwrap();
-    let between = open.came(4);
-    assert!(matches!(between, Err(RelayError::Late(4))), "{between:?}");
+    for between in [
+        open.came(4),
+        open.was_empty(),
+        open.interpret(ALERT, &[1, 90]).map(|_| ()),
+        open.interpret(ALERT, &[1, 0]).map(|_| ()),
+    ] {
+        assert!(matches!(between, Err(RelayError::Late(4))), "{between:?}");
+    }
+}
+
+#[test]
+fn i7_a_client_that_sends_a_session_ticket_is_rejected() {
+    let (_, mut open) = halves_without_kernel(Version::V1_3, false);
+    let ticket = open.interpret(HANDSHAKE, &[4, 0, 0, 1, 0]);
+    assert!(matches!(ticket, Err(RelayError::Late(4))), "{ticket:?}");
 }
 
 #[test]
@@ -82,7 +96,7 @@ fn keys_are_renewed_at_the_limit_and_on_request() {
 /// This side must accept any number of these updates if it answers each of them.
 #[test]
 fn answered_key_requests_are_not_a_flood() {
-    let (sealing, mut opening) = halves_without_kernel(Version::V1_3);
+    let (sealing, mut opening) = halves_without_kernel(Version::V1_3, true);
     let request = [24, 0, 0, 1, 1];
     for _ in 0..10 * LATE_RUN_LIMIT {
         let verdict = opening.interpret(HANDSHAKE, &request).unwrap();
@@ -130,7 +144,7 @@ fn user_canceled_is_not_an_error_and_the_close_follows() {
     let mut open = open();
     assert_eq!(open.interpret(ALERT, &[1, 90]).unwrap(), Verdict::Nothing);
     open.came(4).unwrap();
-    let mut other = halves_without_kernel(Version::V1_3).0;
+    let mut other = halves_without_kernel(Version::V1_3, true).0;
     let (content_type, close) = other.closes();
     assert_eq!(
         open.interpret(content_type, &close).unwrap(),
@@ -159,7 +173,7 @@ fn i7_forbidden_messages_end_the_connection() {
         (&[24, 0, 0, 1, 2], "an update of no kind"),
         (&[24, 0, 0, 2, 0, 0], "an update that is too long"),
         (&[&update[..], &[4]].concat(), "data after an update"),
-        (&[4, 0, 0x80, 0], "more than the limit"),
+        (&[4, 1, 0, 0], "more than the limit"),
         (&[4, 0xff, 0xff, 0xff], "far more"),
         (&[], "nothing at all"),
     ] {
@@ -172,11 +186,14 @@ fn i7_forbidden_messages_end_the_connection() {
     }
     let run = open.interpret(HANDSHAKE, &ticket);
     assert!(matches!(run, Err(RelayError::LateRun)), "{run:?}");
+    // Each message of a record counts.
+    let run = self::open().interpret(HANDSHAKE, &ticket.repeat(LATE_RUN_LIMIT as usize + 1));
+    assert!(matches!(run, Err(RelayError::LateRun)), "{run:?}");
 }
 
 #[test]
 fn tls_1_2_ends_at_its_record_limit() {
-    let (mut seal, _) = halves_without_kernel(Version::V1_2);
+    let (mut seal, _) = halves_without_kernel(Version::V1_2, true);
     assert_eq!(seal.renews(CALL_RECORDS).unwrap(), None);
     seal.records = RECORD_LIMIT;
     let refused = seal.renews(CALL_RECORDS);

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, mpsc};
+use std::thread;
 
 use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::PrivateKeyDer;
@@ -11,7 +12,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion
 
 use super::super::messages::ASKS_LIMIT;
 use super::*;
-use crate::internals::provider::{Crypto, OldestTls, Provider, parts};
+use crate::internals::provider::{CipherSuite, Crypto, OldestTls, Provider, parts};
 use crate::internals::record::{
     APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE, HEADER_BYTES, OVERHEAD_BYTES, OpenError, SealHalf,
 };
@@ -22,8 +23,14 @@ const VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 fn handshake(
     version: &'static SupportedProtocolVersion,
 ) -> (UnbufferedClientConnection, UnbufferedServerConnection) {
-    let provider = Crypto::with(Provider::built_in()[0]);
-    let provider = provider.rustls_for_relay(OldestTls::V1_2).unwrap();
+    handshake_with(version, Crypto::with(Provider::built_in()[0]))
+}
+
+fn handshake_with(
+    version: &'static SupportedProtocolVersion,
+    crypto: Crypto,
+) -> (UnbufferedClientConnection, UnbufferedServerConnection) {
+    let provider = crypto.rustls_for_relay(OldestTls::V1_2).unwrap();
     let own = rcgen::generate_simple_self_signed(["far.test".to_owned()]).unwrap();
     let mut roots = RootCertStore::empty();
     roots.add(own.cert.der().clone()).unwrap();
@@ -76,20 +83,20 @@ fn step<C: Unbuffered>(connection: &mut C, incoming: &mut Vec<u8>, outgoing: &mu
     }
 }
 
-fn session<C: Unbuffered + Send + 'static>(
-    connection: C,
-    version: &'static SupportedProtocolVersion,
-) -> Session {
-    if version == &TLS12 {
-        return Session::older(connection);
-    }
-    let (secrets, next) = connection.into_secrets().unwrap();
-    Session::new(secrets, next, Provider::built_in()[0]).unwrap()
-}
-
 fn pair(version: &'static SupportedProtocolVersion) -> (Session, Session) {
     let (client, server) = handshake(version);
-    (session(client, version), session(server, version))
+    if version == &TLS12 {
+        return (Session::older(client), Session::older(server));
+    }
+    let server = server.into_secrets().unwrap();
+    let provider = Provider::built_in()[0];
+    let server = Session::new(server.0, server.1, false, provider).unwrap();
+    (client_session(client, provider), server)
+}
+
+fn client_session(client: UnbufferedClientConnection, provider: Provider) -> Session {
+    let (secrets, next) = client.into_secrets().unwrap();
+    Session::new(secrets, next, true, provider).unwrap()
 }
 
 fn sealed(session: &Session, content: Option<&[u8]>) -> Vec<u8> {
@@ -194,37 +201,90 @@ fn padding_is_removed_and_empty_records_are_limited() {
 /// The peer is rustls, which must accept and send key updates in the middle of data.
 #[test]
 fn rustls_as_the_peer_gets_all_data_and_every_key() {
-    let (client, mut peer) = handshake(&TLS13);
-    let near = session(client, &TLS13);
+    for &provider in Provider::built_in() {
+        for suite in CipherSuite::ALL {
+            let mut crypto = Crypto::with(provider);
+            crypto.suites = vec![suite];
+            let (client, peer) = handshake_with(&TLS13, crypto);
+            exchange(&client_session(client, provider), peer);
+        }
+    }
+}
+
+fn exchange(near: &Session, mut peer: UnbufferedServerConnection) {
     near.renew_after(4);
     let (mut renewals, mut requests) = (0, 0);
     for number in 0..100_u32 {
         let content = number.to_be_bytes().repeat(5000);
-        let mut records = sealed(&near, Some(&content));
+        let mut records = sealed(near, Some(&content));
         renewals += u32::from(records.len() > content.len() + 2 * OVERHEAD_BYTES);
         let mut received = Vec::new();
-        let mut answer = received_by(&mut peer, &mut records, &mut received);
+        let mut answer = received_by(&mut peer, &mut records, &mut received).unwrap();
         assert!(received == content, "{number}");
         answer.extend(sent_by(&mut peer, &content));
-        assert!(opened(&near, &answer, 777) == (content, false), "{number}");
+        assert!(opened(near, &answer, 777) == (content, false), "{number}");
         // Every second request is sent with the next data instead.
         if near.is_pending() && number % 4 < 2 {
             requests += 1;
             let mut request = near.take_pending().unwrap();
-            received_by(&mut peer, &mut request, &mut received);
+            received_by(&mut peer, &mut request, &mut received).unwrap();
         }
     }
     assert!(renewals > 20 && requests > 20, "{renewals} {requests}");
-    let mut close = sealed(&near, None);
-    received_by(&mut peer, &mut close, &mut Vec::new());
+    let mut close = sealed(near, None);
+    assert!(received_by(&mut peer, &mut close, &mut Vec::new()).is_none());
+    let later = near.seal(Some(b"data"), &mut Vec::new());
+    assert!(later.is_err(), "data was sealed after the close");
 }
 
-/// Lets `peer` process `incoming`. Returns its own messages, and appends the content to `received`.
+/// Each side seals in one thread and opens in another. Both send requests for keys, as in a relay.
+#[test]
+fn both_directions_work_at_the_same_time_while_keys_are_renewed() {
+    const PIECES: u32 = 2000;
+    let (near, far) = pair(&TLS13);
+    let content = |number: u32| number.to_be_bytes().repeat(1 + number as usize % 9000);
+    near.renew_after(6);
+    far.renew_after(6);
+    let (to_far, at_far) = mpsc::channel();
+    let (to_near, at_near) = mpsc::channel();
+    // The lock keeps the records in the order in which they are sealed.
+    let (to_far, to_near) = (Mutex::new(to_far), Mutex::new(to_near));
+    let send = |session: &Session, to: &Mutex<mpsc::Sender<Vec<u8>>>| {
+        for number in 0..PIECES {
+            let to = lock(to);
+            to.send(sealed(session, Some(&content(number)))).unwrap();
+        }
+    };
+    let receive = |session: &Session, from: mpsc::Receiver<Vec<u8>>, back: &Mutex<_>| {
+        let mut received = Vec::new();
+        for number in 0..PIECES {
+            let expected = content(number);
+            while received.len() < expected.len() {
+                let records: Vec<u8> = from.recv().unwrap();
+                received.extend(opened(session, &records, 5000).0);
+                let back: MutexGuard<'_, mpsc::Sender<Vec<u8>>> = lock(back);
+                // The other side may have ended.
+                let _ = back.send(session.take_pending().unwrap());
+            }
+            assert!(received.drain(..expected.len()).eq(expected), "{number}");
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| send(&near, &to_far));
+        scope.spawn(|| send(&far, &to_near));
+        let (far, to_near) = (&far, &to_near);
+        scope.spawn(move || receive(far, at_far, to_near));
+        receive(&near, at_near, &to_far);
+    });
+}
+
+/// Lets `peer` process `incoming`, and appends the content to `received`. Returns the peer's own
+/// messages; `None` if it has read a close.
 fn received_by(
     peer: &mut UnbufferedServerConnection,
     mut incoming: &mut [u8],
     received: &mut Vec<u8>,
-) -> Vec<u8> {
+) -> Option<Vec<u8>> {
     let mut outgoing = Vec::new();
     loop {
         let UnbufferedStatus { discard, state } = peer.process(incoming);
@@ -243,12 +303,13 @@ fn received_by(
                 sent.done();
                 false
             }
+            ConnectionState::PeerClosed => return None,
             _ => true,
         };
         incoming = &mut incoming[discard..];
         if is_done {
             assert!(incoming.is_empty());
-            return outgoing;
+            return Some(outgoing);
         }
     }
 }
@@ -270,7 +331,7 @@ fn session_and_peer() -> (Session, SealHalf) {
     let (suite, key, iv) = parts(&secrets.tx.1).unwrap();
     let provider = Provider::built_in()[0];
     let seal = SealHalf::new(provider, suite, key, iv, secrets.tx.0).unwrap();
-    (session(client, &TLS13), seal)
+    (client_session(client, provider), seal)
 }
 
 fn record_of(seal: &mut SealHalf, content_type: u8, content: &[u8]) -> Vec<u8> {
@@ -318,18 +379,21 @@ fn i7_every_flipped_bit_is_detected() {
         let whole = sealed(&near, Some(b"memory")).len();
         for at in 0..whole {
             let (near, far) = pair(version);
-            let mut record = sealed(&near, Some(b"memory"));
+            let whole = sealed(&near, Some(b"memory"));
+            let mut record = whole.clone();
             record[at] ^= 1;
-            let (mut content, before) = (vec![0; record.len()], record.len());
+            let mut content = vec![0; record.len()];
             let opened = far.open(&mut record, &mut content);
-            // A modified length makes the record look incomplete.
-            let is_found = opened.is_err() || opened.is_ok_and(|opened| opened.taken < before);
-            assert!(is_found, "{at} {version:?}");
-            let (again, mut content) = (sealed(&near, Some(b"memory")), [0; 64]);
-            if version == &TLS13 && far.open(&mut again.clone(), &mut content).is_ok() {
-                // The record looked incomplete, so the connection has not failed.
-                assert!((3..5).contains(&at), "{at}");
-            }
+            let Err(error) = opened else {
+                // The modified length makes the record look incomplete.
+                assert_eq!(opened.unwrap(), Opened::default(), "{at} {version:?}");
+                assert!((3..5).contains(&at), "{at} {version:?}");
+                continue;
+            };
+            // The connection has failed, so even the correct record is refused.
+            let again = far.open(&mut whole.clone(), &mut content);
+            let is_spent = matches!(again, Err(RelayError::Open(OpenError::Spent)));
+            assert!(is_spent, "{at} {version:?}: {again:?} after {error}");
         }
     }
 }
