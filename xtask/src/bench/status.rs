@@ -125,7 +125,7 @@ struct Turn {
     used: Used,
 }
 
-/// GiB/s and CPU seconds per GiB, means of TLS and plain lanes.
+/// The rate in GiB/s, and the CPU seconds per GiB. Each is the mean over TLS lanes and plain lanes.
 type Lanes = [f64; 2];
 
 /// CPU seconds of the observed processes and of the observers, and numbers of answers of

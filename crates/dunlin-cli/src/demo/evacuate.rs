@@ -229,8 +229,8 @@ impl Demo {
             ));
             if equal {
                 put(&format!(
-                    "Digests of their memories are equal. They run at the destination, have checked \
-                     {checked} pages, and found every one correct."
+                    "The guests run at the destination, and the digests of their memories are equal. \
+                     The guests have checked {checked} pages, and found every one correct."
                 ));
             }
         }

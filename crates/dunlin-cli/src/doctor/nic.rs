@@ -93,7 +93,8 @@ fn offload(check: &str, what: &str, wanted: &[&str], devices: &[Device]) -> Verd
         let names = on.iter().map(|one| **one).collect::<Vec<_>>().join(" ");
         values.push(format!("{}: {names}", card.name));
         if !lost.is_empty() {
-            useless.push(format!("{} is a part of {}", card.name, top.name));
+            let lacks = "which lacks the feature";
+            useless.push(format!("{} is a part of {}, {lacks}", card.name, top.name));
         }
     }
     if values.is_empty() {
@@ -110,10 +111,7 @@ fn offload(check: &str, what: &str, wanted: &[&str], devices: &[Device]) -> Verd
     Verdict::warn(
         check,
         value,
-        format!(
-            "the card's offload has no effect, because {}, which lacks it",
-            useless.join(", ")
-        ),
+        format!("the offload has no effect: {}", useless.join("; ")),
         "give the card an address of its own, and let migrations use it",
     )
 }

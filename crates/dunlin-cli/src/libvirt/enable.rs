@@ -408,7 +408,7 @@ impl Plan {
         }
     }
 
-    /// The redirect's table.
+    /// The text of the redirect's table in the configuration file (TOML).
     fn block(&self) -> String {
         let quoted = |words: Vec<String>| {
             let words: Vec<_> = words.iter().map(|word| format!("{word:?}")).collect();

@@ -47,9 +47,9 @@ impl Addressed {
                 listeners.entry(address).or_insert(all.port(&peer.host));
                 if let Some(other) = before.filter(|other| *other != peer.identity) {
                     bail!(
-                        "redirect {}: {address} is an address of {} and of another peer (at \
-                         fault: configuration), with different identities, {} and {other}: \
-                         write addresses instead of names in peers",
+                        "redirect {}: {address} is an address of two peers with different \
+                         identities: {} has {}, and another peer has {other} (at fault: \
+                         configuration): write addresses instead of names in peers",
                         redirect.name,
                         peer.host,
                         peer.identity

@@ -357,8 +357,8 @@ impl Shared {
 /// stay on the fallback SA.
 fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
-    // If this process is not allowed to use `cpu`, the CPU that sends the next packet looks up the
-    // route.
+    // The CPU that sends the next packet looks up the route, so send a packet from `cpu`. If this
+    // process is not allowed to use `cpu`, send none: the next packet may come from any CPU.
     let there = pin_to(cpu as usize);
     let looked = refresh_route(connection).and_then(|()| match there {
         Ok(()) => send_window(connection),

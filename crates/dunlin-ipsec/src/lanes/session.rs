@@ -143,7 +143,7 @@ pub(super) struct LaneSession {
 #[derive(Debug)]
 struct LaneEntry {
     number: u64,
-    /// The CPU; `None` in mode connection or without configured CPUs.
+    /// The CPU; `None` if each connection has an SA of its own, or if no CPUs are configured.
     cpu: Option<u32>,
     stream: OnceLock<TcpStream>,
     has_strayed: AtomicBool,
@@ -178,8 +178,8 @@ impl LaneGuard for LaneHold {
 }
 
 impl LaneHold {
-    /// The CPU to which the lane's thread is pinned; `None` in mode connection or without
-    /// configured CPUs.
+    /// The CPU to which the lane's thread is pinned. `None` if each connection has an SA of its own,
+    /// or if no CPUs are configured.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
         self.0.cpu

@@ -287,8 +287,8 @@ fn check_relay_ports(
                 .any(|other| other.relay_port == Some(port));
         if is_taken {
             let text = format!(
-                "redirect {}: relay_port {port} is another port of the tunnel: choose one that \
-                 only this redirect uses",
+                "redirect {}: the tunnel already uses relay_port {port} for something else: choose \
+                 a port that only this redirect uses",
                 redirect.name
             );
             found.add(&at, text);
@@ -550,7 +550,8 @@ fn mode(
         ("stripe", _) => Ok(None),
         ("relay", Some(port)) => Ok(Some(Mode::RelayAt(port))),
         ("relay", None) => Err(format!(
-            "redirect {name} is a relay: add relay_port, a port of the tunnels on all hosts"
+            "redirect {name} is a relay: add relay_port, an unused port on which the tunnel of every \
+             host accepts this relay"
         )),
         (other, _) => Err(format!(
             "unknown mode {other:?}: write \"stripe\" or \"relay\", or remove `mode`"

@@ -175,8 +175,9 @@ pub enum Left {
     /// how much is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
     /// [`FaultCode::ChannelBroken`]. Until then the caller writes nothing.
     Waits,
-    /// The channel is aborted, because too many bytes were unread or this side opened the channel.
-    /// Also returned for a channel that no longer exists.
+    /// The channel is aborted: too many bytes were unread, or this side had opened the channel, and
+    /// only the side that did not open a channel may leave bytes unread. Also returned for a channel
+    /// that no longer exists.
     Broken,
 }
 
