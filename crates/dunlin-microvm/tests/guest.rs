@@ -254,7 +254,7 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
         vcpus: 2,
         ..small()
     });
-    // The rate changes during the first visits, so skip them.
+    // The rate still changes while the guest visits its first 200 pages, so do not measure there.
     rate_of(&vm, 200);
     let full = rate_of(&vm, 2000);
     vm.throttle(75).unwrap();

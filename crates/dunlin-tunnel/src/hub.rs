@@ -57,7 +57,8 @@ pub(super) struct Hub {
     pub(super) pacer: Arc<Pacer>,
     /// Sockets to read from, watched by the lanes' threads.
     pub(super) reads: WatchedSockets,
-    /// Sockets that the poller watches because they were full or may fail.
+    /// The sockets of all channels. The poller watches each for a failure, and a full one also until
+    /// it accepts bytes again.
     pub(super) writes: WatchedSockets,
     core: Mutex<Core>,
     /// Wakes the talker.

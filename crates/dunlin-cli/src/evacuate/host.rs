@@ -32,7 +32,12 @@ pub(super) struct Seen {
 pub(super) fn available(virsh: &Virsh) -> Result<u64> {
     let stats = fields(&virsh.ask(&["nodememstats"])?);
     let of = |name: &str| stats.get(name).and_then(|text| kib(text));
-    let missing = || anyhow!("{}: `virsh nodememstats` lacks total or free", virsh.uri);
+    let missing = || {
+        anyhow!(
+            "{}: `virsh nodememstats` reports no `total` or no `free`",
+            virsh.uri
+        )
+    };
     let total = of("total").ok_or_else(missing)?;
     let free = of("free").ok_or_else(missing)?;
     let unused = free + of("buffers").unwrap_or(0) + of("cached").unwrap_or(0);

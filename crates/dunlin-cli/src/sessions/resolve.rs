@@ -241,7 +241,7 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             bail!("nothing is in doubt: {peer} confirmed that it has VM {vm}")
         }
         State::Source(SourceRecord::GivenUp) => {
-            bail!("nothing is in doubt: the copy here was given up")
+            bail!("nothing is in doubt: this host has given up its copy of VM {vm}")
         }
         State::Destination(_) => bail!(
             "nothing is in doubt here: this host is the destination of VM {vm}, and its record says \

@@ -356,8 +356,8 @@ pub(super) fn name_of(config: &Path) -> Result<String> {
     match name {
         Some(name) if !name.starts_with('.') => Ok(name.to_owned()),
         _ => bail!(
-            "the name of {} does not fit a control socket: rename the file, or give --control a \
-             path that ends in .sock",
+            "the control socket is named after {}, but this name begins with a dot or is not \
+             UTF-8: rename the file, or give --control a path that ends in .sock",
             config.display()
         ),
     }

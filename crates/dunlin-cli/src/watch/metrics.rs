@@ -383,7 +383,7 @@ fn peers(view: &View<'_>, put: Put<'_>, value: fn(&PeerLine) -> Value) {
     }
 }
 
-/// Passes a value of every lane of a trunk.
+/// Calls `put` with the `value` of each lane of each trunk.
 fn lanes(view: &View<'_>, put: Put<'_>, value: fn(&LaneLine) -> Value) {
     for tunnel in &view.snapshot.tunnels {
         for peer in &tunnel.peers {

@@ -50,7 +50,7 @@ impl Rates {
     }
 
     /// The rate of one lane of a session's source.
-    #[allow(dead_code, reason = "`dunlin top` shows it")]
+    #[allow(dead_code, reason = "only builds with `dunlin top` use it")]
     pub(crate) fn lane(&self, session: &SessionLine, lane: u16) -> Option<f64> {
         self.get(&Counter::Lane(
             session.live.as_ref()?.pid,

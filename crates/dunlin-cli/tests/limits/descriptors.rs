@@ -77,8 +77,8 @@ fn one_more_each_time(
         "peer"
     };
     let mut failures = 0;
-    // With fewer than four, the process cannot answer requests at all: two of its threads wait in
-    // accept(2), which reserves a descriptor for each.
+    // With fewer than four free descriptors, the process cannot answer requests at all. Two of its
+    // threads wait in accept(2), and each of these calls reserves a descriptor.
     for more in 4.. {
         assert!(more < 40, "the VM never moves");
         allow(short, more)?;

@@ -257,8 +257,8 @@ mod tests {
         }
     }
 
-    /// Takes over the ports of a dead process that has recorded three objects. Returns the numbers
-    /// of objects that are reported as removed.
+    /// Takes over the ports of a dead process that has recorded three objects. For each
+    /// event that reports removed objects, returns how many it reports.
     fn removed() -> Vec<usize> {
         let scratch = Scratch::new();
         let ports = "4444".parse().unwrap();

@@ -136,8 +136,8 @@ pub enum Message {
         /// The offset up to which the other side may send.
         limit: u64,
     },
-    /// The other half of the channel could not be connected. Repeated on later control lanes until
-    /// *gone*.
+    /// The sender of this message could not connect its half of the channel. It repeats the message
+    /// on later control lanes until *gone*.
     Refused {
         /// The channel.
         channel: u32,
