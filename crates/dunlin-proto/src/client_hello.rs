@@ -1,11 +1,11 @@
 //! Reads the server name from the first bytes that a TLS client sends, before any reply is sent.
 //!
-//! [`look`] takes everything that the connection has received so far; the bytes
-//! stay in the socket. It keeps no state and allocates only the name. If bytes
-//! are missing, it returns the minimum total needed for progress. That minimum
-//! never exceeds what an honest client sends. Each look shrinks the missing part
-//! of the hello by a fixed share, even if the client splits it into tiny records.
-//! A caller that waits for the minimum therefore looks at most about fifty times.
+//! [`look`] takes all bytes that the connection has received so far; the bytes
+//! stay in the socket. It keeps no state and allocates only the name. If the hello
+//! is incomplete, it returns the total number of bytes for which the caller must
+//! wait. An honest client always sends at least that many. Each look reduces the
+//! missing part of the hello by a fixed share, even if the client splits the hello
+//! into tiny records. A caller therefore looks at most about fifty times.
 //!
 //! A ClientHello is a handshake message and may span several records (RFC 8446,
 //! section 5.1). Only the server name is read (RFC 6066, section 3). Of the other fields, only the
@@ -127,7 +127,8 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         start.take(content)?;
         let missing = start.missing();
         if missing > 0 && content.len() < length {
-            // The part of the hello after this record needs another record, with its own header.
+            // If the hello does not end in this record, it continues in another record. So the
+            // header of that record is missing too.
             let left = length - content.len();
             let beyond = match missing.saturating_sub(left) {
                 0 => missing,

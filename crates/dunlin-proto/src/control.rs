@@ -55,8 +55,8 @@ pub struct Envelope {
     pub sequence: u64,
 }
 
-/// The header of a control message. The length of the body is within the limit; the kind may be
-/// unknown.
+/// The header of a control message. [`Header::decode`] has checked the body's length against
+/// [`MAX_CONTROL_BODY_BYTES`]. The message's kind may be unknown to the receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
@@ -100,8 +100,8 @@ impl Header {
 
 /// Consecutive chunk numbers.
 ///
-/// The peer chooses the count. Therefore compare the set with the chunks in flight, and never
-/// iterate over the set.
+/// The peer chooses the count, and it can be as large as `u32::MAX`. Therefore compare the set with
+/// the chunks in flight, and never iterate over the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkSet {
     /// The first chunk.
@@ -171,8 +171,9 @@ pub struct Accept {
     /// The maximum number of data lanes that are open at the same time, 1 to
     /// [`crate::limits::MAX_LANES`].
     pub lanes_max: u16,
-    /// Addresses for lanes as `host:port`; empty means the control lane's
-    /// address. At most [`crate::limits::MAX_ENDPOINTS`].
+    /// The addresses, as `host:port`, to which the source connects lanes. If the list is empty, the
+    /// source connects lanes to the control lane's address. At most
+    /// [`crate::limits::MAX_ENDPOINTS`] addresses.
     pub endpoints: Vec<String>,
 }
 
@@ -185,7 +186,8 @@ pub struct Section {
     pub instance: u32,
     /// The version of the content's layout.
     pub version: u32,
-    /// Whether a destination that does not support the section must refuse it.
+    /// Whether a destination that does not support this section must refuse it, and with it the VM.
+    /// Otherwise the destination may ignore the section.
     pub required: bool,
     /// The content, at most [`crate::limits::MAX_SECTION_BYTES`].
     pub bytes: Vec<u8>,

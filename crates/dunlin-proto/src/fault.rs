@@ -133,7 +133,7 @@ faults! {
         "Upgrade the side that lacks the feature, or do not require it.";
     /// The two sides do not agree on the lane security (I6).
     SecurityNotAgreed = 3, "security-not-agreed", Configuration,
-        "Use TLS lanes, or allow plain lanes or set up IPsec on both sides.";
+        "Use TLS lanes; otherwise allow plain lanes on both sides, or set up IPsec on both sides.";
     /// One side does not accept the other side's certificate.
     Unauthorised = 4, "unauthorised", Configuration,
         "Give both hosts certificates from the same authority, and authorise the name of each host on the other; replace a revoked or denied certificate.";
@@ -185,13 +185,13 @@ faults! {
         "Check the network between the hosts, then migrate again.";
     /// The control lane was lost, went silent or could not be opened.
     ControlLost = 20, "control-lost", Network,
-        "Check the network and the peer's process, and the address that it was configured with.";
+        "Check the network, the peer's process, and the address that is configured for the peer.";
     /// A failure of this program or of its VMM.
     Internal = 21, "internal", Local,
         "Report it with both logs.";
     /// A lane or an inquiry names an unknown session.
     UnknownSession = 22, "unknown-session", Peer,
-        "Check the address; a session ends with its process.";
+        "Check the address, and whether the peer's process was restarted: that ends its sessions.";
     /// A kernel interface failed or is missing.
     Kernel = 23, "kernel", Kernel,
         "Check the cause: it names what that host's kernel lacks or forbids, such as a module, a limit or a filter of system calls.";

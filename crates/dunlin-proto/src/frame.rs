@@ -120,7 +120,7 @@ impl Frame {
     }
 }
 
-/// The header of a chunk, with its counts within their limits.
+/// The header of a chunk. Its number of ranges and its payload length are within their limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
     number: u64,

@@ -43,8 +43,8 @@ use std::fmt;
 /// How traffic is spread over SAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// One SA for each CPU that sends. For each packet, the kernel chooses the SA of the CPU on
-    /// which it runs (`XFRMA_SA_PCPU`, Linux 6.13 or a backport).
+    /// One SA for each CPU that sends. For each packet, the kernel chooses the SA of the CPU that
+    /// sends the packet (`XFRMA_SA_PCPU`, Linux 6.13 or a backport).
     Cpu,
     /// One SA for each connection, selected by the connection's two ports. This mode is for threads
     /// that this process cannot pin to a CPU, and for older kernels.
@@ -92,7 +92,7 @@ pub struct Slot {
     /// The SA's number in this direction. The numbers ascend and are never reused in a session, so
     /// that no two SAs share a key.
     pub index: u32,
-    /// The sender of the packets that the SA seals.
+    /// Which packets of the sending host the SA seals.
     pub sender: Sender,
 }
 

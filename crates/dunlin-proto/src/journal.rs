@@ -148,7 +148,7 @@ pub enum SlotError {
     Torn {
         /// The checksum in the slot.
         found: u64,
-        /// The checksum of the slot's bytes.
+        /// The checksum that the reader computed from the slot's other bytes.
         computed: u64,
     },
     /// The checksum is right, but the slot does not start with Dunlin's magic.
@@ -194,7 +194,7 @@ pub enum Unreadable {
     Mixed,
 }
 
-/// The content of a journal file.
+/// The newest record of a journal file, and the slot for the next one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest {
     /// The newest valid record; `None` if no record was ever written completely.
@@ -252,8 +252,8 @@ impl Record {
         if bytes.iter().all(|byte| *byte == 0) {
             return Err(SlotError::Empty);
         }
-        // The positions of magic, version and checksum are the same in every version, so the record
-        // of a newer release is not treated as torn.
+        // Every version has magic, version and checksum at the same positions. So the checksum of a
+        // newer release's record is right here, and the record is not treated as torn.
         let (body, tail) = bytes.split_at(CHECKSUM_AT);
         let found = Reader::new(tail).u64("checksum")?;
         let computed = checksum(body);
@@ -499,8 +499,8 @@ mod tests {
         bytes
     }
 
-    /// Skipping a newer release's *running* in favour of an older *prepared*
-    /// would cause the answer *aborted*.
+    /// One slot has a *running* of a newer release, the other an older *prepared*. If the
+    /// reader used *prepared*, the destination would answer *aborted*.
     #[test]
     fn i1_a_valid_slot_that_is_not_understood_is_never_skipped() {
         let old = record(PREPARED).encode(1).unwrap();

@@ -97,11 +97,11 @@ pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 /// to a lane and not acknowledged. The last chunk can exceed the limit by up to
 /// [`MAX_RANGES_PER_CHUNK`] ranges.
 ///
-/// Formula: a range takes 24 bytes of memory, so all of them take 6 MiB. They cover 64 GiB of guest
-/// memory if each range is a whole chunk, and 1 GiB in the worst case, single scattered pages. A
-/// path of 100 Gbit/s with a round trip of 80 ms holds less than 1 GiB. Drawback: if the
-/// destination does not acknowledge, the source stops at this limit. Alternative: none needed,
-/// because such a destination has stalled.
+/// Formula: a range takes 24 bytes of memory, so this many ranges take 6 MiB. They cover 64 GiB of
+/// guest memory if each range is a whole chunk. They cover only 1 GiB if each range is a single
+/// page, which is the worst case. A path of 100 Gbit/s with a round trip of 80 ms holds less than
+/// 1 GiB. Drawback: if the destination does not acknowledge, the source stops at this limit.
+/// Alternative: none needed, because such a destination has stalled.
 pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
 
 /// Maximum number of sets of chunk numbers in one acknowledgement.
@@ -229,8 +229,8 @@ pub const DEFAULT_WINDOW_BYTES: u64 = 16 * 1024 * 1024;
 /// Maximum bytes of all channels of a peer that may wait on one side, if the
 /// configuration does not set another limit (I8).
 ///
-/// Formula: 10 ms at 100 Gbit/s, plus a quarter, are 156 MB. The remaining bytes are for the
-/// minimum windows of the other channels.
+/// Formula: a path of 100 Gbit/s with a round trip of 10 ms holds 125 MB. With a reserve of a
+/// quarter these are 156 MB. The remaining bytes are for the minimum windows of other channels.
 pub const DEFAULT_PEER_BYTES: u64 = 256 * 1024 * 1024;
 
 /// The maximum length of a channel in bytes: far more than a hypervisor sends, and so small that an
@@ -267,9 +267,9 @@ pub const MAX_SERVER_NAME_BYTES: usize = 255;
 /// Maximum number of SAs that one side of a keying session installs for the other
 /// side's traffic, in one epoch.
 ///
-/// On a host, fewer CPUs than this number carry lanes, and fewer connections than this number need
-/// an SA of their own. The SAs of two epochs use 3 MiB of kernel memory. Traffic without an SA of
-/// its own uses the fallback SA.
+/// This is more than the CPUs of a host that carry lanes, and more than the connections of a host
+/// that need an SA of their own. The SAs of two epochs use 3 MiB of kernel memory. Traffic without
+/// an SA of its own uses the fallback SA.
 pub const MAX_SAS: u16 = 1024;
 
 /// Maximum number of SAs in one message: all SAs of an epoch, so that one exchange renews all

@@ -42,8 +42,8 @@ use terms::LANE_SECURITY;
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
 
-/// The first eight bytes of every opening message. The line end exposes a path that rewrites line
-/// ends, and makes a server of a line-based protocol answer immediately.
+/// The first eight bytes of every opening message. The line end exposes a network path that
+/// rewrites line ends. It also makes a server of a line-based protocol answer immediately.
 pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
 
 /// Identifies one migration of one VM: random, chosen by the source.
@@ -224,7 +224,7 @@ impl Selection {
     /// Appends the selection with its prelude.
     ///
     /// # Errors
-    /// Version 0; `out` is then unchanged.
+    /// The version is 0; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let versions = VersionRange::only(self.version);
         append_opening(out, OpeningKind::Select, versions, |writer| {

@@ -2,8 +2,8 @@
 //!
 //! A shared virtual clock enforces the cap: each sending lane reserves its bytes and gets the time
 //! until which it must wait. The caller supplies the current time, so the same code runs in a
-//! simulator. Kernel pacing (SO_MAX_PACING_RATE) applies to one connection, so other lanes could
-//! not use the share that a slow lane leaves unused.
+//! simulator. Kernel pacing (SO_MAX_PACING_RATE) is not used for this cap: it limits each
+//! connection separately, so other lanes could not use the share that a slow lane leaves unused.
 
 /// How far the virtual clock may lag behind real time, in nanoseconds: the burst allowed after a
 /// pause in sending. A larger burst fills queues on the path. A smaller burst reduces the rate when

@@ -123,7 +123,7 @@ struct InFlight {
     ranges: Vec<PageRange>,
 }
 
-/// Pending pages, lanes, and chunks in flight.
+/// The pending pages, the lanes, and the chunks in flight.
 #[derive(Debug, Default)]
 pub struct Schedule {
     regions: Vec<RegionWork>,
@@ -192,7 +192,7 @@ impl Schedule {
         self.next_chunk
     }
 
-    /// The numbers of chunks and pages assigned so far, except those that were lost with a lane. At
+    /// How many chunks and pages have been assigned, without those that were lost with a lane. At
     /// the end, these are the totals that the destination has received.
     #[must_use]
     pub fn kept(&self) -> (u64, u64) {

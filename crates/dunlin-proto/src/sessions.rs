@@ -27,7 +27,7 @@ use crate::negotiate::{Offer, SessionId};
 #[derive(Clone, Debug, Default)]
 pub struct Sessions {
     slots: BTreeMap<u64, Slot>,
-    /// The number of the next slot. Numbers are used once.
+    /// The number of the next slot. A number is never used again.
     next: u64,
 }
 
@@ -50,8 +50,8 @@ struct Session {
 pub enum Route {
     /// To this slot's session, which may have begun with this offer.
     Slot(u64),
-    /// To no session: the offer is an inquiry about a session that has ended. The answer is in the
-    /// records.
+    /// To no session: the offer is an inquiry about a session that has ended. The journal has the
+    /// answer.
     Inquiry,
     /// To no session: the offer would begin a session, but no slot is free.
     Full,

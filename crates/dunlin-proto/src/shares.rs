@@ -20,7 +20,8 @@ pub struct Shares {
     bytes_per_s: u64,
     /// When the next request may be granted.
     free_at_ns: u64,
-    /// The start tag of the request that was granted last, in bytes.
+    /// The virtual time of start-time fair queueing: the start tag of the most recently granted
+    /// request, in bytes.
     virtual_now: u64,
     sessions: BTreeMap<u64, Session>,
     next_ticket: u64,
@@ -45,7 +46,7 @@ struct Request {
 pub enum Claim {
     /// The bytes may be read now.
     Granted,
-    /// The request is the first, and can be granted at this time.
+    /// The request is granted next. Claim it again at this time, in nanoseconds.
     At(u64),
     /// Another request is before this one.
     Later,

@@ -21,11 +21,11 @@
 //! **Lost control lanes.** Every message states a current value, not a change, and may arrive twice
 //! or late. To resume a control lane, both sides send all current values again.
 //!
-//! **Memory (I8).** The window of a channel limits its bytes between the two sockets. The window is
-//! the number of bytes that the channel last delivered in one round trip plus 10 ms, and a quarter
-//! more. The windows of all channels of a peer share a bound ([`Config`]). A consumer that stalls
-//! fills its own window and delays no other channel. [`Trunk::usage`] returns the bytes that are
-//! granted and held.
+//! **Memory (I8).** The window of a channel limits its bytes between the two sockets. A period of
+//! one round trip plus 10 ms determines it: the window is 1.25 times the number of bytes that the
+//! channel last delivered within such a period. The windows of all channels of a peer share a bound
+//! ([`Config`]). A consumer that stalls fills its own window and delays no other channel.
+//! [`Trunk::usage`] returns the bytes that are granted and held.
 //!
 //! **Ends.** Each direction ends independently, after its last byte. An abort takes effect
 //! immediately, ahead of the bytes that wait. A side that has aborted or refused a channel keeps a

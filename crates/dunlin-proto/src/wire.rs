@@ -195,8 +195,8 @@ impl<'a> Reader<'a> {
 
     /// Reads the extension fields up to the end of the bytes.
     ///
-    /// `known` receives each field's tag and a reader over its value only. It
-    /// returns whether the tag is known; if so, it must read the whole value.
+    /// `known` receives each field's tag and a reader that contains only the field's value. `known`
+    /// returns whether it implements the tag. If it does, it must read the whole value.
     ///
     /// # Errors
     /// The errors of `known`; [`DecodeReason::Truncated`]; [`DecodeReason::Inconsistent`] if tags
@@ -437,8 +437,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Overwrites bytes that were written before, such as a length that is known only at the end.
-    /// `position` comes from [`Writer::position`], and at least `bytes.len()` bytes must have been
-    /// written since that call.
+    /// `position` is an earlier result of [`Writer::position`]. After that call, at least
+    /// `bytes.len()` bytes must have been written.
     pub(crate) fn patch(&mut self, position: usize, bytes: &[u8]) {
         self.out[position..position + bytes.len()].copy_from_slice(bytes);
     }

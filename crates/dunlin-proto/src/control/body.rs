@@ -21,7 +21,7 @@ use crate::wire::{
 /// On the wire, this value in place of an iteration means the lane's end.
 const REACHED_END: u32 = u32::MAX;
 
-/// The extension field of *final* and *ready* that holds the digest.
+/// The tag of the extension field that holds the digest, in *final* and *ready*.
 const TAG_DIGEST: u16 = 1;
 
 const CHUNK_SETS: List<Fields> = List {

@@ -43,8 +43,8 @@ const KIND: OneOf<u16, RegionKind> = OneOf {
 /// One region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Identifies the region in every range. Identifiers are unique and need not be
-    /// consecutive.
+    /// The identifier, by which the ranges of chunks refer to the region. Identifiers are unique
+    /// and need not be consecutive.
     pub id: u16,
     /// The region's purpose.
     pub kind: RegionKind,
@@ -273,7 +273,8 @@ impl Layout for RegionTable {
             let offset = reader.offset();
             let region = Region::decode_fields(reader)?;
             region.check().map_err(|error| error.into_decode(offset))?;
-            // The regions must be sorted on the wire, so that a table has only one encoding.
+            // The regions must be sorted on the wire, so that a table has only one encoding. On
+            // the wire, `Duplicate` also reports a wrong order.
             if regions.last().is_some_and(|last| region.id <= last.id) {
                 return Err(RegionError::Duplicate { id: region.id }.into_decode(offset));
             }

@@ -300,7 +300,8 @@ fn i7_a_set_beyond_the_last_chunk_number_is_refused() {
 #[test]
 fn a_page_size_of_a_later_version_is_a_missing_feature() {
     let mut bytes = encode(&describe(1, 0, 0));
-    // UUID and an empty name come before the page length.
+    // The page length is at byte 18 of the body, after the UUID and an empty name. Change the
+    // second of its four bytes.
     bytes[CONTROL_HEADER_BYTES + 18 + 1] = 0x40;
     let error = decode(&bytes).unwrap_err();
     assert_eq!(error.what, "page length");

@@ -4,9 +4,9 @@ use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
 /// Looks at arbitrary first bytes, both unchanged and as the content of records of several sizes.
-/// Checks that each look asks for more bytes than have arrived, but not for more than it needs or
-/// the limit allows. Also checks that an error is final, and that the name does not depend on the
-/// record size.
+/// Checks that each look asks for more bytes than have arrived, but not for more bytes than the
+/// hello needs or than the limit allows. Also checks that an error is final, and that the name does
+/// not depend on the record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
     grows(bytes);
     let Some((&size, message)) = bytes.split_first() else {
@@ -19,8 +19,8 @@ pub fn fuzz_client_hello(bytes: &[u8]) {
     if pieces.len() <= MAX_CLIENT_FLIGHT_BYTES {
         let pieces = look(&pieces);
         match (&whole, &pieces) {
-            // The minimums include the headers of the records, so they differ with the size of the
-            // records. The two errors may differ too.
+            // The numbers of needed bytes include the headers of the records, so they depend on the
+            // size of the records. The two errors may differ too.
             (Ok(Look::Needs(_)), Ok(Look::Needs(_))) | (Err(_), Err(_)) => {}
             _ => assert_eq!(whole, pieces),
         }

@@ -167,8 +167,9 @@ fn held_bytes(message: &Message) -> usize {
         }
         Message::Accept(accept) => {
             let endpoints = accept.endpoints.iter().map(String::capacity);
-            // An endpoint can have only two bytes on the wire, but in memory it is a `String`. The
-            // limit on the number of endpoints bounds this memory.
+            // The memory of the list is not in proportion to its bytes on the wire: an endpoint can
+            // be as short as two bytes there, and is a whole `String` here. So check that the
+            // number of endpoints is within its limit.
             assert!(accept.endpoints.capacity() <= MAX_ENDPOINTS);
             endpoints.sum()
         }

@@ -9,7 +9,8 @@ use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
-/// Decodes a message of a keying session, as given and with its header's length corrected.
+/// Decodes the bytes as a message of a keying session twice: as given, and after correcting the
+/// length in the header.
 pub fn fuzz_ipsec_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }

@@ -132,7 +132,8 @@ pub fn fuzz_schedule(bytes: &[u8]) {
             }
             9 => {
                 let known = schedule.acknowledge(choices.number(), choices.number());
-                // Before the first chunk is formed, an acknowledgement fails or confirms no page.
+                // Before the first chunk is cut, an acknowledgement is either an error or confirms
+                // no page.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
                 // This acknowledgement does not update the model, so the run stops.
                 if known.is_ok_and(|pages| pages > 0) {
@@ -312,7 +313,8 @@ impl Model {
     }
 }
 
-/// Receives chunk numbers in any order, and compares the result with a set of them.
+/// Records received chunk numbers, in any order and with repetitions, and compares the result with
+/// a plain set of the numbers.
 pub fn fuzz_received(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut received = Received::default();

@@ -96,8 +96,8 @@ impl Exchange {
     }
 
     /// Creates the side that accepts the session. It installs up to `sas_max` SAs in an epoch. If
-    /// it supports ESP in UDP, `udp` has its ports. Of `senders`, it uses only those that the
-    /// requested mode supports.
+    /// it supports ESP in UDP, `udp` has its ports. It ignores `senders` that the mode of the
+    /// session, which the initiator chooses, does not support.
     #[must_use]
     pub fn responder(sas_max: u16, udp: Option<Udp>, senders: Vec<Sender>) -> Self {
         let sas_max = sas_max.clamp(1, MAX_SAS);
@@ -149,9 +149,9 @@ impl Exchange {
 
     // Commands.
 
-    /// Requests an SA for `sender`, unless `sender` has one. The sender uses the fallback if the
-    /// agreed mode does not support such an SA, or while the peer's SA table is full. In the second
-    /// case this side requests the SA when it releases another SA.
+    /// Requests an SA for `sender`, unless `sender` has one. If the agreed mode does not support an
+    /// SA for `sender`, `sender` uses the fallback SA. While the peer's SA table is full, `sender`
+    /// uses the fallback SA too. This side requests the SA when it has released another one.
     pub fn want(&mut self, sender: Sender) {
         let is_wanted = match self.phase {
             Phase::Greeting => true,

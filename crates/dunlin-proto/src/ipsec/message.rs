@@ -76,8 +76,8 @@ pub enum Message {
         /// The SAs, their indices ascending.
         slots: Vec<Slot>,
     },
-    /// The requested SAs are installed on the answering side, each with an SPI, in the requested
-    /// order.
+    /// The answering side has installed the requested SAs. It lists the SPI that it chose for each
+    /// of them, in the order of the request.
     Granted {
         /// The requested epoch.
         epoch: u32,

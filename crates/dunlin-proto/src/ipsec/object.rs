@@ -114,9 +114,9 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Whether this policy and a policy of another session protect some of the same ports. The
-    /// check ignores packets from ports of one session to ports of the other session: they match
-    /// policies of both sessions, and each of these policies seals or blocks them.
+    /// Whether this policy and a policy of another session protect some of the same ports. A policy
+    /// for source ports is not a rival of a policy for destination ports: a packet that matches
+    /// both is sealed or blocked by either.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
@@ -150,7 +150,7 @@ impl Policy {
 pub struct Encapsulation {
     /// The port of the sealing host.
     pub source_port: u16,
-    /// The port on which the host that opens the packets listens.
+    /// The port of the host that opens the packets. This host listens on it.
     pub destination_port: u16,
 }
 

@@ -49,8 +49,9 @@ use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
 use crate::mistake::{Mistake, planted};
 
-/// The lower bound for priorities of policies. Each session has two priorities of its own above
-/// this bound, at most 65,635, so that no session mistakes another session's policy for its own.
+/// The lower bound for priorities of policies. Each session has two priorities of its own, with
+/// values between this bound and 65,635. So no session mistakes another session's policy for its
+/// own.
 /// strongSwan's priorities start in the hundreds of thousands, and the default of `ip xfrm` is 0.
 pub const FIRST_PRIORITY: u32 = 100;
 /// The number of request ids of a session. The first id is a multiple of this number.

@@ -1,4 +1,4 @@
-//! Ranges of ports and their split into blocks, the only form that a policy's selector can express.
+//! Ranges of ports, and their split into blocks. A policy's selector can express only a block.
 
 use std::fmt;
 use std::str::FromStr;

@@ -47,8 +47,8 @@ pub enum Principal {
         /// [`MAX_PRINCIPAL_NAME_BYTES`].
         name: String,
     },
-    /// The holder of exactly these names, certified by this authority. The journal has this
-    /// variant if the policy did not require a single name.
+    /// The holder of a certificate that this authority has signed and that contains exactly these
+    /// names. The journal has this variant if the policy did not require a single name.
     Names {
         /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
         authority: [u8; 32],

@@ -92,8 +92,8 @@ pub enum Action {
     Cut(u16),
     /// Sends *fence* for this lane.
     Fence(u16),
-    /// Ends the migration or the channels, because for [`Timeouts::alone_ns`] either work was
-    /// pending and no lane was up, or a fence was not answered.
+    /// Ends the migration or the channels. One of two states has lasted for [`Timeouts::alone_ns`]:
+    /// work was pending and no lane was up, or the peer did not answer a fence.
     GiveUp,
 }
 
@@ -242,8 +242,8 @@ impl<L: Load> Lifecycle<L> {
         self.last_number == u16::MAX && self.lacks_one()
     }
 
-    /// Records that the lane is up and can carry work. One lane near its key's limit then leaves.
-    /// Returns whether the lane was `Opening`.
+    /// Records that the lane is up and can carry work. The lane replaces one lane that is near its
+    /// key's limit, if there is any. Returns whether the lane was `Opening`.
     pub(crate) fn up(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get_mut(&number);
         let Some(lane) = lane.filter(|lane| lane.is(State::Opening)) else {
@@ -302,8 +302,8 @@ impl<L: Load> Lifecycle<L> {
     }
 
     /// Records that the lane's connection closed, or could not be opened. `in_order` means that it
-    /// closed without an error. In this case a lane that has sent its end waits for the last
-    /// confirmation. Any other lane is lost.
+    /// closed without an error. If it closed in order and the lane has sent its end, the lane waits
+    /// for the last confirmation. In all other cases the lane is lost.
     pub(crate) fn over(&mut self, number: u16, in_order: bool, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.connected = false;
@@ -361,8 +361,8 @@ impl<L: Load> Lifecycle<L> {
     }
 
     /// Handles a new control lane. Messages on the old one may be lost, so fences are requested
-    /// again. Lanes that have left are lost, because the peer does not repeat their last
-    /// confirmation.
+    /// again. A lane that has sent its end and is closed counts as lost, because the peer does not
+    /// repeat the last confirmation of such a lane.
     pub(crate) fn resumed(&mut self, now_ns: u64) {
         for number in self.numbers(|lane| lane.is(State::Fencing)) {
             if !self.actions.contains(&Action::Fence(number)) {

@@ -19,7 +19,7 @@ pub enum LaneRefusal {
         lane: u16,
     },
     /// The maximum number of lanes is open.
-    #[error("lane limit reached ({open} open)")]
+    #[error("the lane limit is reached: {open} lanes are open")]
     Limit {
         /// Number of open lanes.
         open: usize,
@@ -39,7 +39,9 @@ pub enum CourseError {
     #[error(transparent)]
     Chunk(#[from] ChunkError),
     /// The chunk belongs to an iteration other than the lane's current iteration.
-    #[error("lane {lane} carried a chunk of iteration {found} in iteration {expected}")]
+    #[error(
+        "lane {lane} carried a chunk of iteration {found}, but the lane is in iteration {expected}"
+    )]
     Iteration {
         /// The lane.
         lane: u16,

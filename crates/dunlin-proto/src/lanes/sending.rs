@@ -35,7 +35,7 @@ struct Progress {
     /// A copy of the schedule's record of the lane.
     course: LaneCourse,
     confirmed: Position,
-    /// The time until which the rate cap delays the lane's last chunk.
+    /// The time until which the rate cap delays the lane's newest chunk.
     paced_ns: u64,
     /// Whether the lane was given up before it was up, because the last iteration does not need it.
     unwanted: bool,
@@ -64,8 +64,9 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// If only one chunk is unconfirmed, and every mark and end is confirmed, the timeout starts no
-    /// earlier than the time at which the rate cap allows that chunk.
+    /// When the timeout for the lane's next confirmation started. If only one chunk is unconfirmed,
+    /// and every mark and end is confirmed, the rate cap may have delayed that chunk. The timeout
+    /// then starts no earlier than the end of that delay.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;

@@ -83,7 +83,7 @@ impl LaneOpen {
     /// Appends the message with its prelude.
     ///
     /// # Errors
-    /// Lane 0, version 0, or a direction that the version lacks; `out` is then unchanged.
+    /// Lane 0, version 0, or a direction that the version lacks. On an error, `out` is unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let versions = VersionRange::only(self.version);
         append_opening(out, OpeningKind::Lane, versions, |writer| {

@@ -149,7 +149,7 @@ pub enum LaneSecurity {
     Tls,
     /// No protection. Both sides must consent.
     Plain,
-    /// ESP, with security associations set up by a keying session next to the control lane.
+    /// ESP. A keying session beside the control lane sets up the security associations.
     Ipsec,
 }
 

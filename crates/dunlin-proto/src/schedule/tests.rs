@@ -41,9 +41,9 @@ fn i4_a_dirty_log_waits_for_the_next_iteration() {
     schedule.mark_run(0, run(0, 2));
     schedule.begin_iteration();
     assert_eq!(drain(&mut schedule, 1).0, 2);
-    // Lane 1 still carries page 0, which becomes dirty again. If lane 2 sent the page in this
-    // iteration, the new version could arrive before the old one. `lose_lane` resets the cursor to
-    // page 0, so the search for pages for lane 2 begins there.
+    // Page 0 becomes dirty again while lane 1 still carries it. Lane 2 must not send the page in
+    // this iteration, because the new version could arrive before the old one. The loss of a third
+    // lane resets the search for pages to page 0, so that a mistake would be found.
     schedule.lose_lane(3);
     schedule.mark_dirty(0, &[1]);
     assert_eq!(drain(&mut schedule, 2), (0, vec![]));

@@ -70,8 +70,8 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// The peer announces an end offset that is over the limit, below bytes that have arrived, or
-    /// different from an earlier end offset.
+    /// The peer announces an end offset that is over the limit, smaller than the offset of bytes
+    /// that have arrived, or different from an earlier end offset.
     #[error("peer announced an invalid end of channel {channel} at offset {offset}")]
     End {
         /// The channel.
@@ -79,7 +79,8 @@ pub enum PeerFault {
         /// The offset of the end.
         offset: u64,
     },
-    /// The peer reports more than was sent, or answers a message that was not sent.
+    /// The peer reports more bytes than this side has sent, or answers a message that this side
+    /// has not sent.
     #[error("impossible message about channel {channel}: it does not match the channel's state")]
     Impossible {
         /// The channel.

@@ -3,7 +3,8 @@
 //! ```text
 //!  0 ────────── delivered ────────── taken ──── kept ──── kept ──── limit
 //!   with the       being written, or       waits for           may be
-//!   consumer       left by the socket      missing bytes       sent
+//!   consumer       not yet accepted        missing bytes       sent
+//!                  by the socket
 //! ```
 
 use std::collections::BTreeMap;

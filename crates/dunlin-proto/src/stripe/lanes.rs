@@ -213,8 +213,8 @@ impl<T: Clone> SendingLanes<T> {
         Err(PeerFault::Lane { lane: number })
     }
 
-    /// Records that the lane's connection closed, or could not be established. A lane that has
-    /// ended waits for its last acknowledgement; the frames of any other lane are sent again.
+    /// Records that the lane's connection closed, or could not be established. If the lane has sent
+    /// its end, it waits for its last acknowledgement. Otherwise its frames are sent again.
     pub(super) fn over(&mut self, number: u16, now_ns: u64) {
         self.life.over(number, true, now_ns);
         self.send_again();

@@ -67,7 +67,7 @@ pub struct Open {
     /// The channel. Its lowest bit is 0 if the side that dialled the trunk opens the channel,
     /// otherwise 1. The numbers of each side ascend.
     pub channel: u32,
-    /// The offset up to which the other side may send.
+    /// The offset up to which the receiver of this message may send.
     pub limit: u64,
     /// The route, by its name in both configurations; at most [`crate::limits::MAX_NAME_BYTES`].
     pub route: String,
@@ -76,7 +76,7 @@ pub struct Open {
     pub parameter: String,
     /// Positions in earlier channels. The receiver connects the target after it has delivered the
     /// bytes up to each position. It does not wait for a consumer that does not read. At most
-    /// [`crate::limits::MAX_CHANNELS`].
+    /// [`crate::limits::MAX_CHANNELS`] positions.
     pub barrier: Vec<Mark>,
 }
 
@@ -97,7 +97,7 @@ pub struct Credit {
     pub channel: u32,
     /// The number of bytes that the channel's consumer has taken.
     pub delivered: u64,
-    /// The offset up to which the other side may send; it never decreases.
+    /// The offset up to which the receiver of this message may send; it never decreases.
     pub limit: u64,
 }
 
@@ -133,7 +133,7 @@ pub enum Message {
     Opened {
         /// The channel.
         channel: u32,
-        /// The offset up to which the other side may send.
+        /// The offset up to which the receiver of this message may send.
         limit: u64,
     },
     /// The sender of this message could not connect its half of the channel. It repeats the message

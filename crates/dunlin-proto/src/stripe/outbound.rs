@@ -37,8 +37,8 @@ pub(super) struct Outbound {
     pub(super) turn: Turn,
     /// Whether there was more to read at the end of the last turn.
     pub(super) bulk: bool,
-    /// The number of newer channels that cannot open yet, because this channel's unread bytes are
-    /// not counted yet. Those bytes are to arrive before the newer channels open.
+    /// The number of newer channels that cannot open yet. Before they open, this channel's unread
+    /// bytes must arrive, and these bytes are not counted yet.
     pub(super) counted_for: u32,
     /// Whether both ends of the channel are connected.
     pub(super) open: bool,

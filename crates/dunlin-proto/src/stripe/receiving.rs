@@ -1,5 +1,5 @@
-//! The lanes on which this side receives: which lane numbers were used, and how many frames of each
-//! lane have been delivered or kept.
+//! The lanes on which this side receives. Records which lane numbers were used, and how many frames
+//! of each lane this side has delivered or keeps in memory.
 
 use std::collections::BTreeMap;
 
@@ -8,18 +8,19 @@ use super::message::LaneAck;
 use crate::fault::FaultCode;
 use crate::mistake::{Mistake, planted};
 
-/// If the lanes together have this many unacknowledged frames, acknowledgements are due immediately.
+/// If the lanes together have this many unacknowledged frames, acknowledgements are due
+/// immediately.
 const ACK_FRAMES: u64 = 32;
 /// If the lanes together have this many unacknowledged bytes, acknowledgements are due immediately.
 ///
 /// Formula: at 2 GiB/s a message each millisecond. Drawback: the sender keeps up to this many bytes
-/// for longer than necessary. If the sender's limit for a peer is not larger than this, the sender
-/// stops for [`ACK_DELAY_NS`] at a time. Alternative: half as many bytes. This doubles the number
-/// of messages, and each message wakes a thread on both sides.
+/// for longer than necessary. If the sender may keep at most this many bytes for a peer, it stops
+/// for [`ACK_DELAY_NS`] at a time. Alternative: half as many bytes. This doubles the number of
+/// messages, and each message wakes a thread on both sides.
 const ACK_BYTES: u64 = 2 * 1024 * 1024;
 /// How long an acknowledgement may be delayed, so that it is sent together with other
-/// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works. The
-/// delay is much shorter than the timeout for a lane without progress, which is 5 s by default.
+/// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works.
+/// The delay is much shorter than the timeout for a lane without progress, which is 5 s by default.
 pub const ACK_DELAY_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
@@ -50,7 +51,7 @@ impl Lane {
     }
 }
 
-/// The other side's lanes.
+/// The lanes on which the other side sends and this side receives.
 #[derive(Debug)]
 pub(super) struct ReceivingLanes {
     most: usize,

@@ -45,7 +45,7 @@ enum Stage {
     },
     /// The other side opened the channel; the caller connects the target.
     Connecting,
-    /// Both halves are connected.
+    /// The hypervisors at both ends of the channel are connected.
     Open,
 }
 
@@ -53,7 +53,7 @@ enum Stage {
 struct Asking {
     route: String,
     parameter: String,
-    /// Earlier channels with unread bytes that the caller has not counted yet.
+    /// Earlier channels for which the caller has not counted the unread bytes yet.
     counting: BTreeSet<u32>,
     barrier: Vec<Mark>,
     /// Whether *open* was sent, so that the other side may have received it.
@@ -79,7 +79,8 @@ struct Channel<T> {
     due: Due,
 }
 
-/// The record of a channel that this side aborted or refused, kept until the other side confirms.
+/// The record of a channel that this side aborted or refused. It is kept until the other side
+/// confirms the end with *gone*.
 #[derive(Debug)]
 struct Ended {
     fault: FaultCode,
@@ -591,9 +592,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Computes a channel's window and grants the part that is not granted yet, if that is at least
-    /// a quarter of the window. The message *credit* is due after a grant, and when
-    /// [`UNREPORTED_CHUNKS`] chunks were delivered since the last *credit*.
+    /// Computes a channel's window and grants the part that is not granted yet, if that part is at
+    /// least a quarter of the window. The message *credit* becomes due after a grant. It also
+    /// becomes due when [`UNREPORTED_CHUNKS`] chunks have been delivered after the last *credit*.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {

@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 
 /// How many channels in a row may go first before one of the other channels gets a turn.
 ///
-/// Drawback: if many channels send a few bytes now and then, they wait for a chunk of another
-/// channel after every four turns. Alternative: no limit. Such channels could then keep all other
-/// channels from a turn.
+/// Drawback: if many channels send a few bytes now and then, these channels wait for a chunk of
+/// another channel after every four turns. Without a limit, however, they could prevent all other
+/// channels from ever getting a turn.
 const FIRST_IN_A_ROW: u32 = 4;
 
 /// The channels that have bytes to send and may send them.

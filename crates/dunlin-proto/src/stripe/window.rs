@@ -4,8 +4,8 @@ use crate::limits::LEAST_WINDOW_BYTES;
 
 /// How long a channel's bytes may wait in addition to the round trip.
 ///
-/// A hypervisor mistakes the bytes that wait in the tunnel for link capacity, from which it
-/// predicts the downtime. Each millisecond here makes the prediction wrong by a millisecond. 10 ms
+/// A hypervisor counts bytes that wait in the tunnel as sent. It therefore overestimates the link's
+/// bandwidth and predicts too short a downtime, by a millisecond for each millisecond here. 10 ms
 /// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
@@ -78,10 +78,11 @@ impl RoundTrip {
     }
 }
 
-/// The bytes granted to all channels of the peer beyond their minimum windows.
+/// Limits the bytes that all channels of the peer together may have in addition to their minimum
+/// windows.
 ///
-/// The minimum is reserved for the largest permitted number of channels, so that a new channel
-/// never waits for a stalled channel.
+/// The pool does not contain the minimum windows: there is space for one for each permitted
+/// channel. So a new channel always gets its minimum, even if the other channels are stalled.
 #[derive(Clone, Debug)]
 pub(super) struct Pool {
     room: u64,
@@ -138,7 +139,8 @@ mod tests {
     }
 
     /// A sender that is limited by its window sends a burst of one window per round trip. The
-    /// window must grow in spite of such bursts. Otherwise it never fills a long path.
+    /// window must grow in spite of such bursts. Otherwise the sender could never use the whole
+    /// bandwidth of a path with a long round trip.
     #[test]
     fn bursts_of_a_window_per_round_trip_grow_it() {
         for round_trip_ms in [1, 10, 50, 200] {

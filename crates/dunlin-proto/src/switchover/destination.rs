@@ -48,8 +48,8 @@ pub enum Destination {
     /// The destination's copy is dropped, but *aborted* could not be recorded, so no message
     /// reports it. After the next inquiry, the destination tries to record it again.
     Unrecorded,
-    /// *running* is recorded, but the VM no longer runs here: its process has
-    /// ended, or it could not be resumed. It may have run.
+    /// *running* is recorded, but the VM does not run here: the VM's process has
+    /// ended, or resuming the guest failed. The guest may have run before that.
     Died,
     /// The journal has no record of the session.
     Unknown,
@@ -223,8 +223,8 @@ impl Destination {
                 (Self::Draining { prepared }, &[Do::CloseOld, Do::Drain])
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
-            // These events change nothing. After *ready*, a drained *commit* still takes effect.
-            // Without it, `Drained` aborts.
+            // These events change nothing while old messages are being processed. If one of them is
+            // *commit* after *ready*, it takes effect. If none is, `Drained` aborts.
             (Self::Draining { prepared: false }, On::Complete)
             | (
                 Self::Draining { .. },
@@ -263,8 +263,8 @@ impl Destination {
             (Self::Recording { run: false }, On::Recorded) | (Self::Starting, On::Resumed) => {
                 (Self::Running, &[Do::Tell(Verdict::Running)])
             }
-            // Some of the guest's vCPUs may have run. The source keeps its copy, an
-            // operator decides, and this copy must never run again.
+            // Some of the guest's vCPUs may have run. The destination's copy must never run again.
+            // The source keeps its copy, and an operator decides whether that copy runs.
             (Self::Starting, On::Failed) => (
                 Self::Died,
                 &[Do::Discard, Do::Tell(Verdict::RanThenDied)],

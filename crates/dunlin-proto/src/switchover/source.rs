@@ -111,7 +111,7 @@ pub enum SourceAction {
     ResumeGuest,
     /// Sends *cancel*: the destination drops its copy.
     CancelPeer,
-    /// Reports to the operator that the VM is paused here and may run at the
+    /// Reports to the operator that the VM is paused here and possibly runs at the
     /// destination.
     HoldInDoubt,
     /// Closes the current control lane, if any. Raises the epoch and records it; a
@@ -132,12 +132,13 @@ pub enum SourceAction {
 
 use SourceAction as Do;
 
-/// The guest was not paused. *kept* is recorded before the message to the peer, because after the
-/// message the peer forgets the session and can no longer answer.
+/// The actions that end a migration before the pause. *kept* is recorded before *cancel* is sent,
+/// because after *cancel* the destination forgets the session and can no longer answer.
 const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
-/// The guest is resumed first, to keep the downtime short. If the source crashes before *kept* is
-/// on disk, the journal says *committing*. The destination, which has received neither *commit* nor
-/// *cancel*, then answers *aborted*.
+/// The actions that end a migration after the pause. The guest is resumed first, to keep the
+/// downtime short. If the source crashes before *kept* is on disk, the journal says *committing*,
+/// and the restarted source inquires. The destination then answers *aborted*, because it has
+/// received neither *commit* nor *cancel*.
 const KEEP_PAUSED: &[Do] = &[
     Do::ResumeGuest,
     Do::Note(SourceRecord::Kept),
@@ -268,8 +269,8 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
-            // *ready* crossed this side's *inquire*: the destination received everything only after
-            // this side's earlier process had crashed.
+            // This process has restarted after a crash and has sent *inquire*. Before *inquire*
+            // reached the destination, the destination had received everything and sent *ready*.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
             // Messages that were in flight at the end, or that an older and slower control lane
             // delivers late, change nothing.

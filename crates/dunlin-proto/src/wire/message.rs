@@ -28,8 +28,8 @@ macro_rules! messages {
                 }
             }
 
-            /// Appends header and body; `rest` writes the fields of the header that follow its
-            /// common first fields.
+            /// Appends header and body. `rest` writes the header's remaining fields, after the
+            /// fields with which every header begins.
             fn append(
                 &self,
                 out: &mut Vec<u8>,

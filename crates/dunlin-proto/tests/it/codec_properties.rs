@@ -510,8 +510,8 @@ proptest! {
     }
 }
 
-/// The strategies above generate every kind; otherwise the properties would not be tested
-/// for the missing kinds.
+/// Checks that the strategies above generate every kind of message. The properties are not tested
+/// for a kind that no strategy generates.
 #[test]
 fn every_kind_of_message_is_generated() {
     use proptest::strategy::ValueTree;

@@ -27,7 +27,8 @@ pub(crate) fn contains(document: &str, words: &str) -> bool {
     flowing.join(" ").contains(words.trim())
 }
 
-/// The vectors with names that begin with `prefix`, with the remaining part of the name as key.
+/// Returns the vectors for which the name begins with `prefix`. The key of each is the part of the
+/// name after `prefix`.
 pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {
     let mut vectors = BTreeMap::new();
     for block in WIRE.split("```vector\n").skip(1) {

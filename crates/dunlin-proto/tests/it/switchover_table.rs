@@ -220,8 +220,9 @@ fn an_answer_about_another_attempt_is_ignored() {
     );
 }
 
-/// A *commit* that the old control lane's reader had already read is applied. A *commit* before
-/// *ready* violates the protocol.
+/// An inquiry closes the old control lane, but the lane's reader can already have read a *commit*.
+/// After *ready*, the destination applies that *commit*. Before *ready*, a *commit* violates the
+/// protocol.
 #[test]
 fn a_drained_commit_counts_only_after_ready() {
     let commit = DestinationEvent::Commit { run: true };

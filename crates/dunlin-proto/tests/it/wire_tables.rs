@@ -11,7 +11,7 @@ use dunlin_proto::stripe;
 
 use crate::document::WIRE;
 
-/// Tables with offsets: the text before each, and its rows.
+/// Returns the tables with offsets: for each table, the text before it and its rows.
 fn tables() -> Vec<(&'static str, Vec<Vec<&'static str>>)> {
     let mut tables = Vec::new();
     let parts: Vec<&str> = WIRE.split("| offset | bytes | field |").collect();

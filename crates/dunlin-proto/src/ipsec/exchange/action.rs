@@ -41,8 +41,8 @@ pub enum Action {
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether the senders of these SAs have ended. Otherwise the senders already use other
-        /// SAs.
+        /// True if the senders of these SAs have ended. False if the senders go on with the SAs of
+        /// a newer epoch.
         over: bool,
     },
     /// Removes these SAs after a delay, because packets of the peer may be in flight.
@@ -52,7 +52,7 @@ pub enum Action {
         /// The SAs.
         grants: Vec<Grant>,
     },
-    /// Reports that the traffic in both directions is protected. Returned once.
+    /// Reports that the traffic in both directions is protected. Returned only once in a session.
     Up,
     /// Removes everything that the session installed. The last action.
     Over(Ending),

@@ -1,4 +1,4 @@
-//! The outbound direction.
+//! The outbound direction of a keying session: this side requests SAs, uses them and releases them.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -69,7 +69,8 @@ impl Sending {
         (self.epoch, &self.live)
     }
 
-    /// Returns the first index that the peer has yet to grant; `None` if no request is pending.
+    /// Returns the index of the first SA that the peer has not granted yet. `None` if no request is
+    /// pending.
     pub(super) fn awaits_grant(&self) -> Option<u32> {
         match &self.pending {
             Pending::Requested { slots, .. } => slots.first().map(|slot| slot.index),

@@ -53,7 +53,8 @@ const SAS: Within = Within(1..=MAX_SAS as u64);
 const SPI: Within = Within(LEAST_SPI as u64..=u32::MAX as u64);
 
 impl Message {
-    /// Appends header and body. The header marks every message of version 1 as required.
+    /// Appends header and body. The header marks every message of version 1 as required: a receiver
+    /// must not skip it as an unknown kind.
     ///
     /// # Errors
     /// The message has a value that a peer would reject; `out` is then unchanged.

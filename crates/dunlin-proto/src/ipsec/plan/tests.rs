@@ -115,7 +115,7 @@ pub(in crate::ipsec) fn removed(policies: &[Policy]) -> impl Iterator<Item = Ste
     policies.iter().map(remove)
 }
 
-/// Returns the objects in a record of these steps.
+/// Returns the objects that the record on disk lists after these steps.
 pub(super) fn installed_by(steps: &[Step]) -> Vec<Object> {
     let mut objects: Vec<Object> = Vec::new();
     for step in steps {

@@ -115,8 +115,8 @@ const EVENTS: [Event; 15] = [
     ("alone_ns passes", |lanes| passes(lanes, TIMEOUTS.alone_ns)),
 ];
 
-/// Lets `span_ns` pass for a caller that polls in time. The peer confirms nothing that lane 1
-/// carried.
+/// Lets `span_ns` pass and polls the lanes every 10 ns. During this time, the peer confirms nothing
+/// that lane 1 carried.
 fn passes(lanes: &mut Lanes, span_ns: u64) {
     lanes.want(0);
     if let Some(lane) = lanes.get_mut(1) {

@@ -112,8 +112,8 @@ fn a_lane_that_waits_at_a_mark_is_not_stalled() {
         [Action::Cut(2), Action::Fence(2)]
     );
     assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
-    // From here on, lane 1 does not wait for another lane. Its timeout runs from the last poll, at
-    // 110.
+    // From here on, lane 1 does not wait for another lane, so its progress timeout applies. The
+    // timeout runs from the time of the last poll, 110 ns.
     assert_eq!(sending.fenced(2, &[], 120), Ok(0));
     assert_eq!(actions(&mut sending, 130), []);
     assert_eq!(
@@ -257,8 +257,8 @@ fn a_new_control_lane_restarts_the_time_of_every_lane() {
     let resumed_ns = 3 * TIMEOUTS.alone_ns;
     assert_eq!(during(&mut sending, 20, resumed_ns, true), []);
     sending.control_resumed(resumed_ns);
-    // The fence of lane 2 is requested again. Lane 1 has ended, and its confirmation is not
-    // repeated, so lane 1 is fenced too.
+    // The fence of lane 2 is requested again. Lane 1 has sent its end, but the destination does not
+    // repeat the confirmation of an end, so lane 1 is fenced too.
     assert_eq!(
         actions(&mut sending, resumed_ns),
         [Action::Fence(2), Action::Fence(1)]

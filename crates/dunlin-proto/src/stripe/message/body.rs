@@ -31,7 +31,7 @@ const LANE_ACKS: List<Fields> = List {
 };
 
 impl Message {
-    /// Appends header and body. The header marks every message as mandatory to understand.
+    /// Appends header and body. A flag in the header forbids the receiver to skip the message.
     ///
     /// *accept* writes a secret to `out`, which the caller has to zeroize.
     ///

@@ -63,9 +63,9 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// Stores the buffer into which the caller copied a piece after [`Arrival::Keep`]. If the piece
-    /// has become the next one in the meantime, it is returned, and the caller has the turn to
-    /// write it.
+    /// Stores the buffer into which the caller copied a piece after [`Arrival::Keep`]. If all
+    /// earlier pieces have been written in the meantime, returns the piece, and the caller writes
+    /// it.
     ///
     /// # Errors
     /// The peer violates the protocol. The caller then calls [`Trunk::end`].
@@ -86,9 +86,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Records that the thread with the turn has written `bytes` to the channel's socket; `rest`
-    /// holds the bytes that the socket did not accept. Returns the piece to write next with the
-    /// same turn, or ends the turn. [`Trunk::writable`] later returns the bytes in `rest`.
+    /// Records that the thread that writes to the channel's socket has written `bytes`; `rest`
+    /// holds the bytes that the socket did not accept. Returns the piece that the thread writes
+    /// next; after `None` it stops writing. [`Trunk::writable`] later returns the bytes in `rest`.
     pub fn wrote(
         &mut self,
         channel: u32,
@@ -108,8 +108,8 @@ impl<T: Clone> Trunk<T> {
         next
     }
 
-    /// Records that the channel's socket is writable again. Returns the piece to write; the caller
-    /// has the turn to write it.
+    /// Records that the channel's socket is writable again. Returns the piece that the caller
+    /// writes. No other thread writes to the socket until [`Trunk::wrote`] has returned `None`.
     pub fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let one = self.channels.get_mut(&channel)?;
         one.inn.writable(channel)

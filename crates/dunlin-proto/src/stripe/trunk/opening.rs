@@ -89,8 +89,8 @@ impl<T: Clone> Trunk<T> {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // A lane has started to read since the request. The count is requested again after the
-        // read.
+        // Ignore the count if a lane has taken the turn to read: the count is requested again after
+        // the read. Also ignore it if no newer channel waits for it.
         if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
             return;
         }

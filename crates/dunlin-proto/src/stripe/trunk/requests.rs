@@ -97,7 +97,7 @@ impl<T: Clone> Trunk<T> {
         Ok(())
     }
 
-    /// Handles *lane failed*. Lane numbers ascend, so a peer can report each lane once.
+    /// Handles *lane failed*. Lane numbers ascend, so a repeated report of a lane has no effect.
     pub(super) fn peer_lane_failed(&mut self, lane: u16, fault: FaultCode, text: String) {
         if lane > self.last_failed {
             self.last_failed = lane;

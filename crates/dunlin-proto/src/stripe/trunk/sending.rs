@@ -22,14 +22,14 @@ pub enum Work<T> {
         /// The number of bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
         most: u32,
     },
-    /// Send the end, with this number of frames, and close the lane.
+    /// Send the frame *end*, which contains this number of frames, and close the lane.
     End {
         /// The number of data frames that the lane has carried.
         frames: u64,
     },
     /// There is no work. Call again when [`Trunk::ready`] is true.
     Wait,
-    /// The lane was given up.
+    /// The lane was given up. Send nothing more on it.
     Stop,
 }
 
@@ -38,7 +38,7 @@ pub enum Work<T> {
 pub enum Outcome<T> {
     /// Bytes were read.
     Bytes {
-        /// The number of bytes, from 1 to the permitted number.
+        /// The number of bytes, from 1 to `most` of [`Work::Read`].
         length: u32,
         /// The caller's handle to the bytes, for sending them again.
         token: T,

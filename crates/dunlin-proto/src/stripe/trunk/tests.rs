@@ -193,7 +193,8 @@ fn a_few_bytes_wait_for_no_bulk_channel() {
     for channel in &bulk {
         pair.sides[0].readable(*channel);
     }
-    // At first, each channel has one turn with priority, because it had nothing to send before.
+    // A channel that had nothing to send gets one turn with priority. The bulk channels use theirs
+    // here.
     for _ in 0..3 * bulk.len() {
         assert_eq!(pair.reads(0, 1, 1000, true).unwrap().length(), 1000);
     }
@@ -221,7 +222,7 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
     }
     assert_eq!(sent, START_WINDOW_BYTES);
     assert_eq!(pair.sides[1].held(stalled), Some(sent));
-    // The receiver keeps these bytes, so the sender need not.
+    // The receiver has acknowledged these bytes, so the sender no longer keeps them.
     pair.now_ns += ACK_DELAY_NS;
     pair.settle();
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
@@ -258,7 +259,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
-    // 256 KiB per 100 µs are 25 MiB in 10 ms.
+    // The window grows to what is delivered in about 10 ms: 256 KiB per 100 µs are 25 MiB in 10 ms.
     for _ in 0..1000 {
         pair.now_ns += MS / 10;
         let data = pair.reads(0, 1, CHUNK, true).unwrap();
@@ -297,7 +298,7 @@ fn an_abort_overtakes_waiting_bytes_and_drops_them() {
     for side in &pair.sides {
         assert_eq!((side.channels(), side.usage()), (0, Usage::default()));
     }
-    // The other side has confirmed, so the record is dropped.
+    // Side 1 has confirmed the abort, so side 0 has forgotten the channel.
     assert!(pair.sides[0].ended.is_empty());
     assert_eq!(pair.sides[1].wrote(channel, 100, None, 0), None);
 }
@@ -418,10 +419,9 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// A hypervisor that closes its connection before the end of its stream has aborted the channel,
-/// and its tunnel reports this immediately. The other side can send *reset* with the code
-/// `LeftUnread`. If this tunnel has not yet read the hypervisor's stream to the end, it reports an
-/// abort too.
+/// Side 0 opened the channel for the source hypervisor. If this hypervisor closes its connection
+/// before the end of its stream, side 0 immediately reports an abort. If side 0 has not read the
+/// stream to its end, a *reset* with the code `LeftUnread` from side 1 is an abort too.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
@@ -691,7 +691,8 @@ fn a_target_that_connects_too_late_is_closed() {
     assert!(!pair.sides[1].connected(channel, DEFAULT_WINDOW));
 }
 
-/// A stopped process receives nothing, so its lanes do not time out when it continues.
+/// A process that was stopped, for example by SIGSTOP, could receive no acknowledgements. When it
+/// continues, its lanes do not time out for lack of acknowledgements.
 #[test]
 fn a_side_that_was_stopped_gives_no_lane_up() {
     let mut pair = Pair::new();
@@ -749,9 +750,9 @@ fn the_timeout_for_opening_a_lane_restarts_with_a_new_control_lane() {
     assert_eq!(pair.did(0)[0], Action::CutLane(1));
 }
 
-/// The last acknowledgement of a lane that has ended is sent once. If this acknowledgement may have
-/// been lost, the frames are sent again when the next control lane is up. They do not wait for the
-/// lane's timeout.
+/// The last acknowledgement of an ended lane is sent only once, and it can be lost with the control
+/// lane. The sender therefore sends the lane's unacknowledged frames again as soon as the next
+/// control lane is up, and does not wait for the lane's timeout.
 #[test]
 fn an_ended_lane_is_lost_when_the_control_lane_is_resumed() {
     let mut pair = Pair::new();

@@ -59,8 +59,8 @@ impl Default for Config {
 /// An accepted connection that needs a channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The listener that accepted the connection; the caller numbers its listeners. The channels of
-    /// one listener are connected in order.
+    /// The caller's number of the listener that accepted the connection. The channels of one
+    /// listener are connected in the order in which their connections were accepted.
     pub listener: u64,
     /// The route, by its name in both configurations.
     pub route: String,
@@ -107,10 +107,10 @@ pub enum Action {
     /// Counts the bytes that can be read from this channel's socket now, and calls
     /// [`super::Trunk::counted`]. No lane is reading the socket.
     Count(u32),
-    /// Reports from now on when the socket is readable, because the channel's other half is
-    /// connected.
+    /// The other side has connected the channel. From now on, the caller watches the channel's
+    /// socket and reports when it is readable.
     Opened(u32),
-    /// Closes the connection, because the other half of the channel could not be connected.
+    /// Closes the accepted connection, because the other side did not connect the channel.
     Refused {
         /// The channel.
         channel: u32,
@@ -175,9 +175,9 @@ pub enum Left {
     /// how much is unread. [`Action::Abort`] follows, with [`FaultCode::LeftUnread`] or
     /// [`FaultCode::ChannelBroken`]. Until then the caller writes nothing.
     Waits,
-    /// The channel is aborted: too many bytes were unread, or this side had opened the channel, and
-    /// only the side that did not open a channel may leave bytes unread. Also returned for a channel
-    /// that no longer exists.
+    /// The channel is aborted, because too many bytes were unread or because this side had opened
+    /// the channel. Only the side that did not open a channel may leave bytes unread. Also returned
+    /// for a channel that no longer exists.
     Broken,
 }
 

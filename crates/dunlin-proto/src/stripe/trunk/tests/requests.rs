@@ -195,7 +195,8 @@ fn a_lane_that_cannot_be_opened_is_reported_and_requested_again_later() {
     assert_eq!(pair.did(0), []);
     pair.now_ns += Timeouts::default().retry_first_ns;
     assert_eq!(pair.did(0), [Action::OpenLaneFor(2)]);
-    // The reason comes after the lane has timed out, and is still reported, but only once.
+    // The reason why a lane was not opened arrives after the lane has timed out. It is still
+    // reported, but only once.
     pair.now_ns += Timeouts::default().open_ns;
     pair.did(1);
     pair.sides[0].not_opened(2, fault, text.clone());
