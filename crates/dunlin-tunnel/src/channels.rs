@@ -26,8 +26,8 @@ struct Channel {
 
 enum Consumer {
     Connected,
-    /// The consumer has closed the connection. If this side then aborts the channel with the same
-    /// fault code, the tunnel reports this failure.
+    /// The consumer has closed the connection. If this side then aborts the channel with the fault
+    /// code of this failure, the tunnel reports this failure.
     Gone(Failure),
 }
 

@@ -6,7 +6,7 @@
 //!       └────────────────────── the same bytes ◀─────────────────────┘
 //! ```
 //!
-//! Every tunnel answers the route for peers that may use one of its targets.
+//! Every tunnel serves this route to the peers that may use one of its targets.
 
 use std::io::{self, Read};
 use std::net::Shutdown;

@@ -47,8 +47,8 @@ pub enum Event {
     },
     /// Both directions of a channel have ended cleanly.
     Closed(ChannelId),
-    /// A channel has ended, but a hypervisor closed its connection and left the last few bytes of
-    /// one direction unread.
+    /// A channel has ended. One hypervisor closed its connection before it had read the last few
+    /// bytes.
     LeftUnread {
         /// The channel.
         id: ChannelId,
@@ -71,8 +71,9 @@ pub enum Event {
         /// The reason why the lane was lost or could not be opened.
         why: String,
     },
-    /// For a fifth of the time [`Limits::vanished`](crate::Limits::vanished), the peer of a trunk
-    /// has not answered, or the peer of a relay has taken none of the bytes that wait for it.
+    /// The peer of a trunk has not answered for a fifth of
+    /// [`Limits::vanished`](crate::Limits::vanished), or the peer of a relay has taken none of the
+    /// waiting bytes for that time.
     PeerSilent {
         /// The peer's name.
         peer: String,
@@ -109,8 +110,8 @@ pub enum Event {
         /// The address.
         listen: Listen,
     },
-    /// A connection to a port of the tunnel was rejected: to its port for peers, to a relay's port,
-    /// or to a port for redirected connections.
+    /// The tunnel rejected a connection at its port for peers, at a relay's port, or at a port for
+    /// redirected connections.
     Rejected {
         /// For a control lane, the peer's name. For a data lane, the text "a peer that opened a
         /// lane". For any other connection, the client's address.

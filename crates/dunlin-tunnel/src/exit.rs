@@ -74,7 +74,7 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
     let peer = &hub.terms.peer;
     let admitted = hub.site.check_admitted(peer);
     if let Err(refused) = admitted.and_then(|()| exit.allow.authorise_further(peer)) {
-        let text = format!("peer may not use route {route:?}");
+        let text = format!("the peer is not authorised for route {route:?}");
         return Err(Failure::new(refused.fault(), text).because(&refused));
     }
     let target = parameter::fill(route, &exit.target, parameter)?;

@@ -38,7 +38,8 @@ use super::site::Site;
 use super::terms::{Origin, Terms, one_opener};
 use dunlin_lane::control::{self, ControlStream};
 
-/// The peer has selected from this side's offer, on a control lane that this side dialled.
+/// The peer has selected a version and a security from this side's offer, on a control lane that
+/// this side dialled.
 pub(super) struct Selected<'a> {
     dialling: Dialling<'a>,
     control: ControlStream,
@@ -55,7 +56,7 @@ pub(super) struct Received {
     deadline: Instant,
 }
 
-/// A control lane on which this side has selected from the peer's offer.
+/// A control lane on which this side has sent its selection from the peer's offer.
 pub(super) struct Answered(Received);
 
 /// The two sides have agreed on all terms. On the accepting side, *accept* has not been
@@ -79,7 +80,8 @@ impl<'a> Selected<'a> {
         epoch: u32,
         deadline: Instant,
     ) -> Result<Self, Failure> {
-        // With version 1 the peer opens lanes to this side, which needs a port for them.
+        // In version 1 the peer also connects to this side. So offer version 1 only if this side
+        // has a port for peers.
         let oldest = if site.port.is_some() {
             TUNNEL_VERSIONS.min
         } else {

@@ -57,8 +57,8 @@ pub(super) struct Hub {
     pub(super) pacer: Arc<Pacer>,
     /// Sockets to read from, watched by the lanes' threads.
     pub(super) reads: WatchedSockets,
-    /// The sockets of all channels. The poller watches each for a failure, and a full one also until
-    /// it accepts bytes again.
+    /// The sockets of all channels. The poller watches each socket for a failure. While a socket's
+    /// send buffer is full, the poller also watches for space in the buffer.
     pub(super) writes: WatchedSockets,
     core: Mutex<Core>,
     /// Wakes the talker.
@@ -113,7 +113,7 @@ pub(super) struct Core {
 #[derive(Clone, Copy, Default)]
 struct Wakes {
     talker: bool,
-    /// The number of lanes' threads to wake among those that wait for work.
+    /// How many threads to wake, of the lanes' threads that wait for work.
     followers: usize,
     /// The thread that watches the sockets to read from.
     watcher: bool,
@@ -136,7 +136,7 @@ pub(super) struct Senders {
     pub(super) watched: bool,
     /// The number of threads that wait for work while another one watches.
     pub(super) followers: usize,
-    /// Whether a woken thread has not run yet.
+    /// Whether a thread has been woken for work and has not run yet.
     pub(super) woken: bool,
     /// Lanes that have to end; their threads have been woken.
     ending: BTreeSet<u16>,
@@ -352,8 +352,8 @@ impl Hub {
         }
     }
 
-    /// Wakes threads now. Returns true if all threads of lanes on which this side sends are among
-    /// them.
+    /// Wakes threads now. Returns true if it wakes all threads of the lanes on which this side
+    /// sends.
     pub(super) fn wake_now(&self, core: &mut Core) -> bool {
         let wakes = std::mem::take(&mut core.wakes);
         self.wake(wakes);

@@ -22,15 +22,15 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Whether a tunnel with these routes connects to peers. If not, the tunnel still opens lanes
-    /// to peers that have connected to it and that have wire version 1 or use lanes over IPsec.
+    /// Whether a tunnel with these routes connects to peers. If not, it connects only for lanes of
+    /// trunks that peers have dialled: lanes in wire version 1, and lanes over IPsec.
     #[must_use]
     pub fn connects(routes: &Routes) -> bool {
         !routes.entrances.is_empty()
     }
 
-    /// Whether a tunnel with these routes accepts peers. If not, the tunnel still accepts the lanes
-    /// of peers to which it has connected and that have wire version 1 or use lanes over IPsec.
+    /// Whether a tunnel with these routes accepts peers. If not, it accepts only lanes of trunks
+    /// that it has dialled: lanes in wire version 1, and lanes over IPsec.
     #[must_use]
     pub fn accepts(routes: &Routes) -> bool {
         !routes.exits.is_empty() || !routes.relays.is_empty()

@@ -306,7 +306,7 @@ impl Tunnel {
         self.carriers.relays.ports()
     }
 
-    /// Replaces routes and identities. Open channels keep the old ones.
+    /// Replaces routes and identities. Channels that are already open keep the old ones.
     ///
     /// # Errors
     /// [`TunnelError`]; nothing has changed.
@@ -327,7 +327,8 @@ impl Tunnel {
     }
 
     /// Opens a listener for one purpose, such as the migration of one VM. The listener closes when
-    /// its last channel has ended, or when [`OnDemandListener::close`] is called.
+    /// it has had channels and all of them have ended, or when [`OnDemandListener::close`] is
+    /// called.
     ///
     /// # Errors
     /// [`DemandError`]; no listener is opened.

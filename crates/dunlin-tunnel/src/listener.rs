@@ -120,7 +120,7 @@ enum Listener {
 struct SocketFile {
     path: PathBuf,
     access: FileAccess,
-    /// `None` while the listener is lost.
+    /// `None` while the listener is lost, which means that its path could not be bound.
     id: Option<FileId>,
 }
 
@@ -130,7 +130,7 @@ pub(super) struct LastingListener {
     /// identified by its inode. While a listener is open, no socket of another process can have the
     /// same inode.
     file: Option<SocketFile>,
-    /// `None` while it is lost.
+    /// `None` while the listener is lost, which means that its path could not be bound.
     listener: Option<Listener>,
     /// The previous listener, until the connections that had reached it are accepted.
     previous: Option<Listener>,
@@ -402,8 +402,8 @@ mod tests {
         drop(bind().unwrap());
         assert!(local::file_id(&path).is_ok());
         let (listener, _) = bind().unwrap();
-        // `bind` keeps a socket file on which a process listens, and its check leaves no connection
-        // in the backlog.
+        // `bind` does not replace a socket file on which a process listens. The check for such a
+        // process leaves no connection in the backlog.
         assert_eq!(bind().unwrap_err().kind(), io::ErrorKind::AddrInUse);
         assert!(matches!(listener.accept(), Accepted::Nothing));
         drop(listener);

@@ -39,9 +39,9 @@ pub(super) trait Tally: std::fmt::Debug + Send + Sync {
     fn ends(&self, ending: Ending);
 }
 
-/// Counts one connection for its route and for the listener that accepted it, from creation to
-/// drop. If neither a clean end nor an end with unread last bytes was reported, the connection
-/// counts as failed.
+/// Counts one connection for its route and for the listener that accepted it. The connection counts
+/// as open until this value is dropped. After that it counts as failed, unless a clean end or an
+/// end with unread last bytes was reported.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,

@@ -331,7 +331,7 @@ impl ListenerTally {
             wakeup.clear();
             listener.check(&carriers.site, &self.entrance.route, &self.access);
             // After `close`, or after the only connection of a `once` listener, stop immediately.
-            // Otherwise accept the backlog first, because these connections arrived before the last
+            // Otherwise accept the connections in the backlog first. They arrived before the last
             // channel ended.
             short = loop {
                 if self.lock().closing || (self.once && self.is_done()) {

@@ -133,8 +133,8 @@ pub enum BadRouteReason {
     /// The target is the listener of another route, which leads back to a peer that may use the
     /// target.
     #[error(
-        "target \"{target}\" is the listener of route {other:?}, which leads back to the same \
-         peer; change the target, or the listener of route {other:?}"
+        "target \"{target}\" is the listener of route {other:?}, which leads back to a peer that \
+         may use the target; change the target, or the listener of route {other:?}"
     )]
     Circle {
         /// The name of the route that listens at the target.
@@ -411,17 +411,18 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
 pub struct Limits {
     /// The maximum number of channels of one peer, 1 to 4096.
     pub channels: usize,
-    /// The maximum number of bytes that may wait on this side for all channels of a peer (I8), at
-    /// least 256 KiB per channel.
+    /// The maximum number of bytes that may wait on this side for all channels of a peer together
+    /// (I8). The least value is 256 KiB for each channel that `channels` allows.
     pub peer_bytes: u64,
     /// The maximum number of trunks.
     pub trunks: usize,
     /// On a trunk that a peer dialled, the number of lanes on which this side sends. If the peer
     /// accepts fewer, this side uses fewer.
     pub lanes: u16,
-    /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
-    /// is for detecting the loss, half for resuming. If all connections to the peer are lost and
-    /// its host refuses new ones, a tenth of the time is for resuming.
+    /// How long a peer may stay unreachable before its trunk ends; at least 1 s. This side spends
+    /// half of the time to detect the loss, and half to resume the trunk. If all connections to the
+    /// peer are lost and its host refuses new ones, this side tries to resume for only a tenth of
+    /// the time.
     pub vanished: Duration,
     /// Timeout for connecting to a target.
     pub connect: Duration,
@@ -596,7 +597,7 @@ mod tests {
             ("tcp:127.0.0.2:4444", "tcp:[::1]:4444"),
             ("tcp:192.0.2.1:4444", "tcp:localhost:4444"),
             ("tcp:192.0.2.1:4444", "tcp:0.0.0.0:4444"),
-            // This address may belong to another host.
+            // The target's address may belong to another host.
             ("tcp:0.0.0.0:4444", "tcp:192.0.2.1:4444"),
             ("tcp:127.0.0.1:4444", "tcp:host.test:4444"),
         ] {
@@ -693,7 +694,7 @@ mod tests {
             any_host.unwrap_err().why,
             BadRouteReason::Parameter(_)
         ));
-        // Several routes may have no listener.
+        // Routes without a listener do not conflict with each other.
         let asked = |route: &str| Entrance {
             route: route.to_owned(),
             listen: Listen::OnDemand,

@@ -53,7 +53,8 @@ pub enum BadParameter {
          underscores, starting with a letter)"
     )]
     Name,
-    /// The value is invalid: it might not be exactly one file name and one argument.
+    /// The value is invalid: a path could not use it as one file name, or a program could read it
+    /// as an option.
     #[error(
         "invalid parameter value (1–{MAX_VALUE_BYTES} letters, digits, dots, underscores and \
          hyphens, not starting with a hyphen, not \".\" or \"..\")"

@@ -101,7 +101,7 @@ impl Piece {
         self.end - self.start
     }
 
-    /// Calls `use_bytes` with the bytes, under the buffer's lock.
+    /// Calls `use_bytes` with the piece's bytes while holding the buffer's lock.
     pub(super) fn with<R>(&self, use_bytes: impl FnOnce(&mut [u8]) -> R) -> R {
         use_bytes(&mut lock(&self.memory.bytes)[self.start..self.end])
     }
@@ -126,8 +126,8 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        // If the last two pieces are dropped at the same time, both may see two references. The
-        // buffer then returns to the allocator instead of the pool, which does no harm.
+        // If two threads drop the last two pieces of a buffer at the same time, each may see two
+        // references. The buffer then returns to the allocator, not to the pool, which is harmless.
         if Arc::strong_count(&self.memory) > 1 {
             return;
         }

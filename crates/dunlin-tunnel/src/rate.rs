@@ -25,8 +25,9 @@ pub const LEAST_RATE: u64 = 64 << 10;
 /// A read returns at most the number of bytes that the limit allows in one second, divided by this
 /// number.
 ///
-/// Formula: 50 ms. After a read, a channel is not read for up to 50 ms times the number of channels
-/// that share the limit, even if the limit is raised in the meantime.
+/// Formula: a read of this size every 50 ms uses up the limit. After a read, a channel is not read
+/// for up to 50 ms times the number of channels that share the limit, even if the limit is raised
+/// in the meantime.
 /// Drawback: below 5 MiB/s the pieces are smaller than a lane's frames, which costs more CPU time
 /// per byte.
 /// Alternative: wake the delayed channels when a limit is raised.
@@ -40,8 +41,8 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    /// The lowest of the rates that apply to a peer. If a pin admitted the peer, only the rates of
-    /// pins apply.
+    /// The lowest of the rates that apply to a peer. If a pin admitted the peer, only rates that
+    /// are configured for pins apply.
     pub(super) fn of_peer(&self, identity: &PeerIdentity) -> Option<u64> {
         let applies = |peer: &Peer| {
             let one = Peers::OneOf(vec![peer.clone()]);

@@ -48,8 +48,8 @@ impl ReachedSockets {
     /// Adds a channel to the socket at `path`, before the channel connects.
     ///
     /// # Errors
-    /// Open channels are connected to an earlier socket at the path, or stat(2) fails, for example
-    /// because there is no file.
+    /// The path has a new socket while channels to its earlier socket are open, or stat(2) fails,
+    /// for example because there is no file.
     pub(super) fn enter(&self, route: &str, path: &Path) -> Result<Reached, Failure> {
         let id = id_of(path).map_err(|error| {
             let text = format!("route {route:?}: unix:{} cannot be reached", path.display());
@@ -96,8 +96,8 @@ impl Drop for Reached {
     }
 }
 
-/// A connection owns its tally. `Reached` is a tally so that the end of the connection drops it.
-/// Until then, the channel counts as connected to the socket. `Reached` ignores all reports.
+/// A connection owns a [`Tally`] and drops it at its end. `Reached` implements the trait only for
+/// this drop: until the connection ends, the channel counts as connected to the socket.
 impl Tally for Reached {
     fn begins(&self) {}
 

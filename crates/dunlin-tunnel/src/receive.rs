@@ -98,8 +98,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // A strange lane may be from another host than the trunk's peer. Do not refuse its
-            // number, because the peer itself may have a lane with this number.
+            // If `is_strange`, the lane may come from a host that is not the trunk's peer. Do not
+            // refuse the lane's number, because the peer may have a lane with this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk
@@ -205,8 +205,8 @@ fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     false
 }
 
-/// Writes a piece and the pieces that follow it. Waits for a full socket until `until`. After that,
-/// or if `until` is `None`, the poller writes the remaining bytes.
+/// Writes a piece and the pieces that follow it. If the socket is full, waits for it until `until`.
+/// After that time, or if `until` is `None`, the poller writes the remaining bytes.
 fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
     let channel = turn.channel;
     let mut piece = turn.token;

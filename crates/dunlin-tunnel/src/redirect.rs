@@ -45,8 +45,8 @@ const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Keeps a trunk to a peer up, and listens while the trunk is up. Dropping the gate closes the
-/// listener; its channels stay open. If the gate is dialling at that time, its thread continues
-/// until the dial has ended. The tunnel joins the thread when the tunnel ends.
+/// listener, but not the channels that it has accepted. If the gate is dialling at that time, its
+/// thread continues until the dial has ended. The tunnel joins the thread when the tunnel ends.
 pub(super) struct Gate {
     stop: Waker,
 }

@@ -22,8 +22,8 @@ pub enum Listen {
     OnDemand,
     /// A port on 127.0.0.1 and ::1, to which the packet filter redirects the connections to
     /// `address` and `ports`. The tunnel keeps a trunk to the peer up, and listens only while the
-    /// trunk is up. At other times a connection is refused at once, as it would be by the peer
-    /// itself.
+    /// trunk is up. At other times the kernel refuses a connection at once, as the peer's kernel
+    /// does if nothing listens there.
     Redirected {
         /// A peer's address.
         address: IpAddr,

@@ -26,8 +26,8 @@ use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
 
 /// After a read of at least this many bytes, the next lane with a free thread reads the socket
-/// again, without waiting for an event. This thread needs a while to send the bytes, so another
-/// thread watches the sockets in the meantime.
+/// again, without waiting for an event. The thread that made the first read needs a while to send
+/// the bytes, so another thread watches the sockets in the meantime.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from dialling to the end.
@@ -145,8 +145,9 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             Work::End { frames } => {
                 let header = Frame::End { frames }.to_bytes();
                 let ended = sender.send(&header).and_then(|()| match sender.finish() {
-                    // The peer closes the connection when it has read the end, maybe before this
-                    // side does. What the peer has not acknowledged is sent again in any case.
+                    // The peer closes the connection when it has read the end of the lane, so the
+                    // close on this side can fail. Ignore that failure: bytes that the peer has not
+                    // acknowledged are sent again in any case.
                     Err(SendError::Io(_) | SendError::PeerClosed) => Ok(()),
                     result => result.map(drop),
                 });

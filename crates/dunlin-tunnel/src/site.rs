@@ -122,7 +122,8 @@ impl Site {
     pub(super) fn pacer_of(&self, peer: &PeerIdentity) -> Arc<Pacer> {
         let rates = lock(&self.rates);
         let mut peers = lock(&self.peers);
-        // Remove peers without trunks and relays: only this list refers to their limits.
+        // Remove peers that have neither a trunk nor a relay: only this list still refers to their
+        // pacers.
         peers.retain(|(_, pacer)| Arc::strong_count(pacer) > 1);
         let principal = peer.principal();
         if let Some((_, pacer)) = peers.iter().find(|(one, _)| one.is(&principal)) {
@@ -215,7 +216,8 @@ impl Site {
         for exit in configured.relays {
             routes.entry(exit.route).or_default().target = Some(exit.target);
         }
-        // A route that was removed and has no open connections starts at zero if it is added again.
+        // Remove the counters of each route that is no longer configured and has no open
+        // connections. If the route is added again, its counters start at zero.
         lock(&self.meters).retain(|route, meter| {
             let traffic = *lock(&meter.traffic);
             if traffic.open > 0 {
@@ -251,8 +253,8 @@ impl Site {
         )
     }
 
-    /// Repeats the check of a peer that has a trunk, because its key may have been denied, or its
-    /// certificate revoked, since the handshake.
+    /// Checks a peer that has a trunk again: after the handshake, the peer's key may have been
+    /// denied or its certificate revoked.
     ///
     /// # Errors
     /// The peer is refused and gets no new channel.

@@ -36,7 +36,7 @@ pub(super) struct Socket {
     /// Whether a call other than a read has returned that the connection was reset. The kernel
     /// returns this error once; later reads return 0, as at an end of file.
     is_reset: Mutex<bool>,
-    /// Whether one thread per direction blocks in the kernel.
+    /// Whether the socket is in blocking mode, with one thread for each direction.
     blocks: AtomicBool,
     /// Declared after the stream, and therefore dropped after it: the connection is closed before
     /// its end is counted.
@@ -126,8 +126,9 @@ impl Socket {
         Ok(written)
     }
 
-    /// Makes a call to which the kernel may return the connection's error. A call that cannot block
-    /// runs under the lock. If another thread then reads 0, it sees that the connection was reset.
+    /// Makes a call to which the kernel may return the connection's error, and records a reset. A
+    /// call that cannot block runs under the lock of `is_reset`. A thread that then reads 0 waits
+    /// for the lock, and sees the record.
     fn noting_resets<R>(&self, call: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
         let held = (!self.blocks.load(Ordering::Relaxed)).then(|| self.lock_reset());
         let result = call();

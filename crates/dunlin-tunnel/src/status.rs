@@ -32,8 +32,8 @@ pub struct Status {
     /// Why the peer gets no new channel; `None` if the peer gets new channels, and for a channel of
     /// a relay.
     pub refused: Option<String>,
-    /// The address and the reason of a failed attempt to open a lane. Set if the most recent
-    /// attempt of at least one direction has failed. Either side may have made that attempt.
+    /// Why a lane cannot be opened, with the address. Set while the most recent attempt to open a
+    /// lane of either direction is a failed one. This side or the peer made the attempt.
     pub trouble: Option<String>,
 }
 
@@ -64,7 +64,8 @@ pub struct RouteStatus {
     /// The peer's address, if the route has an entrance on this side. A redirected route can have
     /// several addresses, separated by commas.
     pub to: Option<String>,
-    /// Why the last attempt to connect to the peer's tunnel failed; `None` if it did not.
+    /// Why the most recent attempt to connect to the peer's tunnel failed; `None` if it succeeded,
+    /// and before the first attempt.
     pub trouble: Option<String>,
     /// The target, if the route has an exit on this side.
     pub target: Option<Target>,

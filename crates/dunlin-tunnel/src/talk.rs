@@ -119,9 +119,9 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         }
         let mut until_ns = core.trunk.due_ns();
         if std::mem::take(&mut has_acknowledged) {
-            // While bytes arrive, the next frame makes an acknowledgement due about `ACK_DELAY_NS`
-            // later. Wake up at that time in any case. Otherwise that frame would wake this thread
-            // only to set a timer.
+            // Bytes are arriving, so another acknowledgement will probably be due in about
+            // `ACK_DELAY_NS`. Set the timer for it now. Otherwise the next frame would wake this
+            // thread only to set the timer.
             let look_ns = hub.now_ns().saturating_add(ACK_DELAY_NS);
             until_ns = Some(until_ns.map_or(look_ns, |due_ns| due_ns.min(look_ns)));
         }

@@ -95,9 +95,9 @@ fn enter(
     }
 }
 
-/// Connects to the first of these addresses of this host that accepts a connection at `port`. If
-/// none does, returns the error of the last address. An address of another host is refused, because
-/// the connection would carry the channel's bytes there in the clear.
+/// Connects to the first of these addresses that accepts a connection at `port`. If none does,
+/// returns the error of the last address. An address that does not belong to this host is refused:
+/// the connection would carry the channel's bytes to another host in the clear.
 fn connect_first(
     site: &Site,
     addresses: &[IpAddr],

@@ -38,9 +38,9 @@ use dunlin_lane::security::{acceptor, dialer};
 /// The maximum number of connections that wait while their trunk is dialled. It is enough for one
 /// hypervisor with the maximum number of channels.
 const WAITING: usize = 512;
-/// The maximum number of trunks with one peer. A peer needs one trunk for each set of identities
-/// that routes allow, in either direction. The maximum also counts trunks that have lost the peer
-/// but have not detected that yet.
+/// The maximum number of trunks with one peer. Routes that allow the same identities share a trunk,
+/// but the trunks that this side dials are separate from those that the peer dials. A trunk also
+/// counts if it has lost the peer but has not detected that yet.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {
@@ -303,8 +303,9 @@ impl Trunks {
         Ok(())
     }
 
-    /// The trunk that an offer belongs to, or `None` if the offer asks for a new one. Refusals are
-    /// decided here as far as possible, because the peer still waits for the answer to its offer.
+    /// The trunk that an offer belongs to, or `None` if the offer asks for a new one. An offer is
+    /// refused here rather than later, if possible: the peer still waits for the answer to its
+    /// offer, so it receives the reason.
     fn trunk_of(&self, received: &Received) -> Result<Option<Arc<Hub>>, Refusal> {
         let refuse = |fault, text: &str| {
             let text = text.to_owned();
@@ -494,7 +495,8 @@ impl Trunks {
         waiting + carried.sum::<usize>()
     }
 
-    /// Why the last attempt to dial a trunk to this address failed; `None` if it did not.
+    /// Why the last attempt to dial a trunk to this address failed; `None` if that attempt did not
+    /// fail, or if there was no attempt.
     pub(super) fn failure(&self, to: &str) -> Option<String> {
         lock(&self.failures).get(to).cloned()
     }

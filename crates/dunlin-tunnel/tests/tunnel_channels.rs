@@ -442,7 +442,8 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     });
     let waiting = fill_backlog(&pair.target());
     let channel = pair.connect();
-    // Wait for the trunk first, because the thread that is found below may belong to another test.
+    // Wait for the trunk, and then for a thread that connects to the target. Such a thread alone
+    // does not show that this trunk is up, because the thread may belong to another test.
     let is_up = |event: &Event| matches!(event, Event::TrunkUp { .. });
     pair.far_events.wait("trunk", is_up);
     let is_connecting = |entry: std::io::Result<fs::DirEntry>| {

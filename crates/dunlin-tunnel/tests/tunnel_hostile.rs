@@ -203,7 +203,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     });
 }
 
-/// A replacement for lanes over IPsec that does not use the kernel's ESP.
+/// Takes the place of real lanes over IPsec, and does not use the kernel's ESP.
 #[derive(Debug, Default)]
 struct Ipsec {
     seals: AtomicBool,
@@ -424,15 +424,15 @@ impl Far {
         }
     }
 
-    /// Accepts the next control lane, as the host of `tls`.
+    /// Accepts the next control lane, as the host that has the certificate in `tls`.
     fn control(&self, tls: &ServerTls) -> ControlStream {
         let control = control::server(self.accept(), tls, soon()).unwrap();
         peer::answer(&control, 1, &peer::accept(2, 0));
         control
     }
 
-    /// Accepts the next lane, as the host of `tls`. Returns whether the tunnel sends anything on
-    /// it.
+    /// Accepts the next lane, as the host that has the certificate in `tls`. Returns whether the
+    /// tunnel sends anything on this lane.
     fn lane(&self, tls: &ServerTls) -> bool {
         let secured = handshake::server(self.accept(), tls, soon()).unwrap();
         let mut lane = DataReceiver::tls(secured, STALL_LIMIT).unwrap();
@@ -440,9 +440,9 @@ impl Far {
     }
 }
 
-/// Returns hosts with the name of the far host: that host, the same host with a renewed
-/// certificate, and a host with the same name from the other authority. Also returns the near host.
-/// All of them trust both authorities.
+/// Returns three hosts with the name of the far host, and the near host. The first is the far host
+/// itself, the second is the far host with a renewed certificate, and the third has a certificate
+/// from another authority. All hosts trust both authorities.
 fn far_hosts() -> ([ServerTls; 3], Identity) {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let host = |name| load(&ours.host_trusting(&[name], &[&theirs]));

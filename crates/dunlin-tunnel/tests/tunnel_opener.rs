@@ -235,7 +235,7 @@ fn i7_a_replayed_reflected_or_unrequested_lane_is_refused_and_the_requested_one_
     let mut target = peer.channel(&pair);
     let number = receive_until(&peer.control, wanted);
     let events = &pair.far_events;
-    // Lanes with a direction that was changed after the proof was made, in both ways.
+    // For each direction: a lane with a proof for the opposite direction.
     for direction in [FromDialer, ToDialer] {
         let flipped = LaneOpen {
             direction,
@@ -570,7 +570,7 @@ fn a_peer_of_version_1_that_accepts_a_trunk_opens_its_own_lanes() {
     let mut received = [0; 6];
     (&trunk.channel).read_exact(&mut received).unwrap();
     assert_eq!(&received, b"answer");
-    // The near side needs no request, and accepts none.
+    // In version 1, the near side opens its lanes without requests. A request is a protocol error.
     send_message(&trunk.control, &Message::LaneWanted { lane: 1 });
     let ended = |event: &Event| matches!(event, Event::TrunkEnded { fault, .. } if *fault == FaultCode::Malformed);
     peer.events.wait("end", ended);

@@ -197,7 +197,8 @@ fn two_routes_cannot_be_redirected_from_one_port_and_a_relay_cannot_be_redirecte
     assert_eq!(bad.why, BadRouteReason::RedirectedRelay);
 }
 
-/// A far tunnel with a relay to `ports` of loopback, beside the trunk's target.
+/// A far tunnel that accepts trunks and relays. The target of both is a port of loopback in
+/// `ports`.
 fn far_relay(authority: &Authority, ports: PortRange) -> (Tunnel, Events, u16) {
     let target = Target::Ports {
         addresses: vec![Ipv4Addr::LOCALHOST.into()],
@@ -296,7 +297,7 @@ fn a_probe_tests_the_port_of_a_relay() {
     assert_eq!(target.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
     let is_refusal = |one: &Event| matches!(one, Event::Refused { .. } | Event::Rejected { .. });
     assert_eq!(events.count(is_refusal), 0, "{:?}", events.all());
-    // The trunk works, and the relay's port does not.
+    // The trunk works, but nothing listens at the relay's port.
     let failed = near.probe(&relayed(&far, free_port()), 1).unwrap_err();
     assert_eq!(failed.code(), FaultCode::TargetUnreachable, "{failed}");
 }

@@ -425,8 +425,8 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     join(vec![out, expect_all(far, sent)]);
 }
 
-/// A hypervisor that does not read looks like a stopped peer, unless another channel of the peer carries
-/// bytes. The report is not repeated.
+/// The tunnel reports a peer that takes no bytes on any channel, and does so only once. It reports
+/// nothing if one hypervisor does not read while another channel of the peer carries bytes.
 #[test]
 fn a_peer_that_takes_no_bytes_of_any_channel_is_reported_once() {
     let limits = Limits {
@@ -470,7 +470,8 @@ fn resident_bytes() -> usize {
 }
 
 /// The tunnel returns freed memory to the kernel even if that memory lies between parts that stay
-/// in use. This is usual after many channels. The C library alone does not return such memory.
+/// in use. After many channels, freed memory usually lies so. The C library alone does not return
+/// it.
 #[test]
 #[cfg(target_env = "gnu")]
 fn i8_free_memory_is_returned_after_the_last_channel() {

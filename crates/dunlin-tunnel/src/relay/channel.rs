@@ -31,9 +31,9 @@ use dunlin_lane::splice::Stop;
 
 /// How often a direction's thread checks for an abort while its consumer does not read.
 ///
-/// Drawback: a hypervisor that stalls notices an abort this much later. Alternative: a shutdown
-/// would wake the thread immediately, but the hypervisor would read a clean end, although the
-/// channel was aborted.
+/// Drawback: a hypervisor that does not read notices an abort up to this much later. A shutdown of
+/// its socket would wake the thread immediately. But the hypervisor would then read a clean end,
+/// although the channel was aborted.
 pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 
 pub(super) struct Channel {
@@ -222,7 +222,8 @@ impl Channel {
     }
 
     pub(super) fn of_tls(&self, error: &RelayError) -> Failure {
-        // Alerts that servers send about a client's certificate after the handshake.
+        // A server that rejects the client's certificate after the handshake sends one of these
+        // alerts.
         let code = match error {
             RelayError::PeerAlert(Alert(40..=51 | 116)) => FaultCode::Unauthorised,
             _ => FaultCode::LaneLost,
@@ -249,8 +250,8 @@ impl Channel {
         sent
     }
 
-    /// Writes all bytes to the hypervisor, however long that takes. With `is_over`, a reset of the
-    /// peer's connection does not abort the write, because the bytes are complete.
+    /// Writes all bytes to the hypervisor, however long that takes. `is_over` means that the peer
+    /// sends no bytes after these. A reset of the peer's connection then does not abort the write.
     pub(super) fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
         while !content.is_empty() {
             match self.plain.write(content) {

@@ -10,7 +10,8 @@
 //!  Settled ◀─────────┘
 //! ```
 //!
-//! If a direction ends cleanly, the channel stays in `Relaying`. No transition leads back.
+//! If one direction ends cleanly, the channel stays in `Relaying` until both threads have ended. No
+//! transition leads back.
 
 use crate::failure::Failure;
 
@@ -28,8 +29,8 @@ pub(super) enum Life {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Inward {
     Open,
-    /// The peer's connection was reset. The reading thread determines whether the peer's end
-    /// arrived before the reset.
+    /// The peer's connection was reset. The reading thread determines whether the peer's
+    /// *close_notify* arrived before the reset.
     Reset,
     /// The peer has ended this direction cleanly.
     Ended,

@@ -83,8 +83,8 @@ pub(super) struct Relays {
 
 #[derive(Default)]
 struct State {
-    /// One queue for each entrance and each [`Port`], by its internal number (not a
-    /// TCP port). Each queue has a thread that connects its members.
+    /// One queue for each entrance and each [`Port`]. The key is the internal number of the
+    /// entrance or port, not a TCP port. Each queue has a thread that connects its members.
     queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// The number of channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,

@@ -1,7 +1,7 @@
 //! A channel of a relay. This process seals and opens its records.
 //!
-//! Both threads share one TLS session. Each blocks in the read or write of a socket, without a lock
-//! of the session.
+//! The channel's two threads share one TLS session. While a thread waits in a read or write of a
+//! socket, it holds no lock of the session.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -68,9 +68,9 @@ impl Channel {
         self.write_tls(&records[..count])
     }
 
-    /// Sends pending TLS messages, even while the hypervisor sends nothing. Does not wait until the
-    /// peer reads, because the thread that reads from the peer calls this too. If the other thread
-    /// is sending, or the peer is not reading, a later call sends the messages.
+    /// Sends pending TLS messages, even while the hypervisor sends nothing. Never waits for the
+    /// peer, because the thread that reads from the peer calls this too. If the other thread is
+    /// sending now, or the socket's buffer is full, a later call sends the messages.
     fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
         if !tls.session.is_pending() {
             return Ok(());
@@ -120,7 +120,8 @@ impl Channel {
             if opened.is_over {
                 return self.end_inward();
             }
-            // The next read begins at a multiple of a line.
+            // Move the incomplete record so that it ends, and the next read begins, at the start of
+            // a cache line.
             let rest = start + opened.taken..filled;
             start = rest.len().next_multiple_of(LINE_BYTES) - rest.len();
             filled = start + rest.len();

@@ -210,8 +210,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends a key update if one is due, even if there is no data to send. If the other thread is
-    /// sending, that thread sends the update when it is done.
+    /// Sends a key update if one is due, even if there is no data to send. If the channel's other
+    /// thread is sending data now, that thread will send the update.
     fn renew_by_kernel_unless_sending(&self, kernel: &Kernel, stop: &Stop) -> Result<(), Failure> {
         let Some(mut sealing) = try_lock(&kernel.sealing) else {
             return Ok(());

@@ -1,6 +1,6 @@
-//! The channels of all relays, and one thread that watches them. It reports silent peers. It detects
-//! vanished peers, and resets of connections that no thread reads or writes. It also returns to the
-//! kernel the buffers of channels that have become idle or have ended.
+//! The channels of all relays, and one thread that watches them. It reports silent peers. It
+//! detects vanished peers, and resets of connections that no thread reads or writes. It also
+//! returns to the kernel the buffers of channels that have become idle or have ended.
 
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,14 +20,15 @@ use crate::watched::WatchedSockets;
 
 /// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 16;
-/// A peer counts as silent after this number of consecutive checks that find bytes waiting for it
-/// and no progress. That takes about a fifth of [`Limits::vanished`](crate::Limits::vanished), as
-/// for the peer of a trunk. The peer no longer counts as silent after this number of consecutive
-/// checks that find progress or no bytes waiting. A program that reads slowly therefore causes only
-/// one report.
+/// A check finds a peer stuck if bytes wait for the peer and nothing has moved since the check
+/// before. After this number of consecutive checks that find it stuck, a peer counts as silent.
+/// That takes about a fifth of [`Limits::vanished`](crate::Limits::vanished), as for the peer of a
+/// trunk. After the same number of consecutive checks that do not find it stuck, it no longer
+/// counts as silent. A program that reads slowly therefore causes only one report.
 const SILENT: u32 = 3;
 
-/// A peer's name and host. The checks assume that one process there has all channels of the peer.
+/// A peer's name and host. The checks assume that a single process on the peer's host has all
+/// channels of the peer.
 type PeerAt = (String, IpAddr);
 
 /// What the checks have found about the channels of a peer.
@@ -178,8 +179,9 @@ fn report_silent(
         peer.is_reported = old.is_reported && peer.changed < SILENT;
         if peer.unchanged >= SILENT && !peer.is_reported {
             peer.is_reported = true;
-            // One check is not enough: after a long silence of both sides, data that was sent just
-            // before the check seems to be overdue.
+            // The peer's host counts as answering unless two checks in a row find an overdue
+            // acknowledgement. One is not enough: after a long silence of both sides, data that was
+            // sent just before the check seems to be overdue.
             channel.report_silence(!(peer.is_overdue && old.is_overdue));
         }
         (key, peer)
