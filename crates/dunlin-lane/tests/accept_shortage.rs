@@ -25,8 +25,8 @@ fn exhaust() {
     setrlimit(Resource::Nofile, limit).unwrap();
 }
 
-/// The first connection has been rejected, and stays open until its peer has read the alert. When
-/// the second one finds no free descriptor, the first is closed.
+/// The first connection has been rejected, and stays open until its peer has read the alert. A
+/// second connection cannot be accepted without a free descriptor, so the first is closed early.
 #[test]
 fn a_rejected_connection_is_not_reported_again_if_descriptors_run_out() {
     let identity = Authority::new().identity(&[DESTINATION]);

@@ -1,5 +1,5 @@
-//! The control lane: a stream with little data. rustls always seals and opens its records, and the
-//! kernel never does, because only rustls's buffered connection can export keys.
+//! The control lane: a stream with little data. The lane's records are always sealed and opened by
+//! rustls, never by the kernel, because only rustls's buffered connection can export keys.
 //!
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
 //! it waits for the socket, so a send that waits for a slow peer does not delay receiving.
@@ -262,8 +262,8 @@ impl ControlStream {
         }
     }
 
-    /// Passes received bytes to rustls. Called only when rustls has no plaintext left, which
-    /// limits what rustls holds to the size of one record.
+    /// Passes received bytes to rustls. Called only when rustls has no plaintext left, so the
+    /// buffer in rustls never exceeds the size of one record.
     fn decrypt(&self, incoming: &mut Incoming) -> Result<(), ControlError> {
         let processed = {
             let mut connection = lock(&self.connection);

@@ -24,9 +24,9 @@ use super::policy::ClientTls;
 use super::resolve;
 use super::splice::Stop;
 
-/// Minimum time for connecting to one address of a name, unless less time remains. Each address
-/// gets an equal share of the remaining time if that share exceeds this minimum. One unreachable
-/// address therefore does not use all the time.
+/// The minimum time for connecting to one of a name's addresses. The addresses share the remaining
+/// time equally, so that one unreachable address does not use all of it. A smaller share is raised
+/// to this minimum, but not beyond the deadline.
 const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
@@ -88,7 +88,7 @@ impl Connector for StandardConnector {
 ///
 /// # Errors
 /// The error of the last address; `TimedOut` if the deadline passed, `ConnectionAborted` if `stop`
-/// became readable, `NotFound` without addresses.
+/// became readable, `NotFound` if `addresses` is empty.
 pub fn connect_to_any(
     addresses: &[SocketAddr],
     deadline: Instant,

@@ -43,7 +43,7 @@ pub fn auto() -> &'static Choice {
 }
 
 /// Minimum and maximum of [`lanes`]. With two lanes, the loss of one does not interrupt the
-/// transfer. The memory limits of engine and tunnel are stated for eight.
+/// transfer. The engine and the tunnel state their memory limits for eight lanes.
 const AUTOMATIC_LANES: [u16; 2] = [2, 8];
 
 /// A number of lanes for this host, from 2 to 8. It is one for each CPU that this process may use,

@@ -1,9 +1,9 @@
 //! The TLS handshake of a data lane, on a blocking socket with a deadline.
 //!
-//! rustls performs the handshake. Its traffic keys are then extracted and become the two halves of
-//! [`record`](super::record), or are given to the kernel. Each record is read exactly, first its
-//! header and then its body. The peer's first data therefore stays in the socket: if the kernel
-//! gets the keys, it must find this data there.
+//! rustls performs the handshake and returns its traffic keys. They go to the two halves of
+//! [`record`](super::record), or to the kernel. Each handshake record is read exactly, first its
+//! header and then its body. The peer's first data after the handshake therefore stays in the
+//! socket. The kernel, if it gets the keys, opens only data that is still in the socket.
 //!
 //! In TLS 1.3 the client finishes before the server verifies the client's certificate. The client
 //! therefore learns of a refusal later, from an alert on its lane.
@@ -281,8 +281,8 @@ fn local(reason: impl ToString) -> HandshakeError {
     HandshakeError::Local(reason.to_string())
 }
 
-/// Runs a handshake to completion, after which the socket has no timeouts. If TLS fails, sends the
-/// alert.
+/// Runs a handshake until it is complete, and removes the socket's timeouts at the end. If TLS
+/// fails, sends the alert that rustls made.
 fn drive<C: Unbuffered>(
     connection: &mut C,
     stream: &TcpStream,
@@ -360,8 +360,8 @@ fn step<C: Unbuffered>(
     }
 }
 
-/// Appends the output that rustls queued when it failed. The loop ends when no output is queued,
-/// because after that rustls would continue with the rest of the invalid input.
+/// Appends the output that rustls queued when it failed. The loop stops when the queue is empty:
+/// one more call of `process` would let rustls continue with the rest of the invalid input.
 fn add_alert<C: Unbuffered>(
     connection: &mut C,
     outgoing: &mut Vec<u8>,

@@ -93,7 +93,7 @@ impl Identity {
     /// | `key.pem` | its private key, which must not be readable by every user of the host |
     /// | `ca-cert.pem` | the trust anchors; not needed if all peers are pinned ([`Pin`](crate::Pin)) |
     /// | `ca-crl.pem` | revocation lists; optional |
-    /// | `denied` | not PEM: one key to refuse on each line, as `spki-sha256:…`; optional |
+    /// | `denied` | not PEM: each line has a key to refuse, as `spki-sha256:…`; optional |
     ///
     /// A directory may instead have the layout of QEMU, Cloud Hypervisor or libvirt
     /// ([`Layout`]); it then needs [`LoadOptions::role`].
@@ -181,8 +181,8 @@ impl Identity {
         Ok((identity, warnings))
     }
 
-    /// The validity of each item: first the host's certificate, then the trust anchors and the
-    /// revocation lists.
+    /// The validity of each certificate and revocation list of the identity: first this host's
+    /// certificate, then the trust anchors, then the revocation lists.
     #[cfg(feature = "unstable-internals")]
     pub fn dates(&self) -> &[Dated] {
         &self.dates

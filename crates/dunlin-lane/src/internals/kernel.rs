@@ -1,5 +1,5 @@
-//! Kernel TLS: whether this kernel can seal and open records, and installation of a connection's
-//! keys.
+//! Kernel TLS: finds out whether this kernel can seal and open records, and installs a
+//! connection's keys in it.
 //!
 //! ```text
 //!   requested: process ──────────────────────────────────────────────▶ in the process
@@ -171,8 +171,9 @@ fn process(reason: &dyn fmt::Display) -> Choice {
 
 /// Returns what the kernel supports for `suite`, from a cached probe. A refusal is cached for only
 /// half a minute, because the module may be loaded later. A failure of this process (for example,
-/// no free descriptor) is not cached. Call this function before the process loses the ability to
-/// connect to itself: if the kernel cannot be probed again, the cached result stays valid.
+/// no free descriptor) is not cached. The probe opens a connection to this host. If the process
+/// will later be confined so that it cannot connect, call this function before the confinement, so
+/// that the result is in the cache.
 ///
 /// # Errors
 /// [`Refused`].
@@ -248,9 +249,9 @@ pub fn install(
     }
 }
 
-/// Prepares a connection for [`give`]. Returns false if the peer has already closed the connection;
-/// the kernel then has no key, and this process can read the peer's final message, which usually
-/// contains the peer's reason.
+/// Prepares a connection for [`give`]. Returns false if the peer has already closed the connection.
+/// In that case the kernel has no key, and this process can still read the peer's last message,
+/// which usually contains the reason for the close.
 ///
 /// # Errors
 /// Same as [`install`].

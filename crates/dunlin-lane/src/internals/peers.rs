@@ -131,14 +131,14 @@ pub enum PeerRefused {
     /// A revocation list of this host contains the certificate.
     #[error("the peer's certificate is revoked: give the peer another certificate")]
     Revoked,
-    /// The certificate has expired since the peer was admitted.
+    /// The certificate was valid when the peer was admitted, and has expired after that.
     #[error(
         "the peer's certificate has expired since it connected: renew it on the peer, or correct this host's clock"
     )]
     Expired,
     /// Only pins are allowed, and none of them matches.
     #[error(
-        "the peer's certificate is not the pinned one: it is {certificate}, its key is {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise the peer is another host",
+        "the peer's certificate is not the pinned one: the certificate is {certificate} and its key is {key}, but pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise the peer is another host",
         if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
     )]
     Pin {
@@ -319,8 +319,8 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns a name or pin that selects this peer, and as few other peers as possible, in
-    /// settings for single peers.
+    /// Returns a name or pin that selects this peer in settings that apply to single peers. The
+    /// result matches as few other peers as possible.
     pub fn selector(&self) -> Peer {
         match &self.authorised_by {
             AuthorisedBy::Pin(pin) => Peer::Pin(*pin),
@@ -395,7 +395,8 @@ impl PeerIdentity {
     }
 }
 
-/// A name as a principal records it; `None` if it is too long or would parse as another name.
+/// Returns the text under which a principal records `name`. `None` if the text is too long, or if
+/// parsing it would not return `name` again.
 fn recorded(name: &PeerName) -> Option<String> {
     let text = name.text();
     let same = text.len() <= MAX_PRINCIPAL_NAME_BYTES && text.parse().as_ref() == Ok(name);

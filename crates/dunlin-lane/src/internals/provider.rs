@@ -133,8 +133,8 @@ impl Provider {
     }
 }
 
-/// Returns the suites of a cipher. This is a macro because the libraries are separate modules; both
-/// use the same names.
+/// Returns the suites of a cipher. This is a macro because each library has its own module with its
+/// own constants. The constants have the same names in both modules.
 macro_rules! suites {
     ($library:ident, $suite:expr) => {{
         use rustls::crypto::$library::cipher_suite as suites;
@@ -216,8 +216,8 @@ fn seed() {
     });
 }
 
-/// The provider of the handshake. The callers replace its cipher suites or do not use them. Its
-/// library does not affect the speed of records.
+/// The rustls provider for handshakes. Each caller replaces its cipher suites or does not use them,
+/// so the library of this provider does not affect the speed of records.
 fn handshake_provider() -> CryptoProvider {
     #[cfg(feature = "aws-lc-rs")]
     {
@@ -240,7 +240,8 @@ fn handshake_provider() -> CryptoProvider {
 
 /// An AEAD key in one of the two libraries. The caller must never use a nonce twice.
 pub(super) enum AeadKey {
-    // Boxed, because ring stores the key schedule inline. aws-lc-rs stores it behind a pointer.
+    // Boxed, because the key of ring contains the whole key schedule, so it is large. The key of
+    // aws-lc-rs has a pointer to the schedule.
     #[cfg(feature = "ring")]
     Ring(Box<ring::aead::LessSafeKey>),
     #[cfg(feature = "aws-lc-rs")]

@@ -7,9 +7,9 @@
 //! guest or of this process, so the content is not copied. [`SealHalf`] and [`OpenHalf`] count
 //! their own records and are independent of each other, so they can belong to two threads.
 //!
-//! A half has one key. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one key.
-//! A relay makes new halves for its next keys. A lane is replaced instead, see [`RECORD_LIMIT`], and
-//! a peer that requests new keys ends the lane.
+//! A half has one key. RFC 8446, section 5.5, allows about 2^24.5 full AES-GCM records under one
+//! key. A relay makes new halves for its next keys. A lane is replaced instead, see
+//! [`RECORD_LIMIT`], and a peer that requests new keys ends the lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -101,11 +101,11 @@ pub enum OpenError {
          long: the peer does not use TLS, or another program wrote to the connection"
     )]
     NoRecord,
-    /// A length is outside the range of RFC 8446, or the length in the header is not that of the
-    /// record.
+    /// The record's length is outside the range of RFC 8446, or differs from the length in the
+    /// record's header.
     #[error(
-        "record length {bytes} from the peer is outside the range of RFC 8446, or is not the length \
-         in the record's header"
+        "the peer sent a record of length {bytes}, which is outside the range of RFC 8446 or differs \
+         from the length in the record's header"
     )]
     Length {
         /// The length of the record's body or of its plaintext.
@@ -243,8 +243,8 @@ pub enum Opened {
 pub(super) enum Content {
     /// Content that is also allowed on a lane.
     Usual(Opened),
-    /// Handshake messages: the number of their bytes, which begin after the record's header, and
-    /// the first message. On a lane these messages are an error.
+    /// Handshake messages. The first field is the number of their bytes; the bytes begin after the
+    /// record's header. The second field is the first message. On a lane they are an error.
     Late(usize, LateMessage),
 }
 
@@ -342,8 +342,9 @@ impl SealHalf {
         RECORD_LIMIT.saturating_sub(self.sequence)
     }
 
-    /// Seals one data record in place. `record` is the whole record: [`HEADER_BYTES`] that this
-    /// call fills in, the content, and [`TRAILER_BYTES`] that this call fills in.
+    /// Seals one data record in place. `record` is the whole record. The caller leaves
+    /// [`HEADER_BYTES`] free before the content and [`TRAILER_BYTES`] after it. This call fills in
+    /// both.
     ///
     /// # Errors
     /// [`SealError`]. No part of the record may be sent.
@@ -520,10 +521,10 @@ impl OpenHalf {
         opened
     }
 
-    /// Opens one whole record into `inner`, which must have the record's length without
-    /// [`HEADER_BYTES`] and the tag: the content, its type and the padding. The content is then at
-    /// the beginning of `inner`. If the library supports it, the cipher writes `inner` directly;
-    /// otherwise the bytes are copied.
+    /// Opens one whole record into `inner`, which receives the content, its type and the padding.
+    /// `inner` must be shorter than `record` by [`HEADER_BYTES`] and the length of the tag. The
+    /// content is then at the beginning of `inner`. If the library supports it, the cipher writes
+    /// `inner` directly; otherwise the bytes are copied.
     ///
     /// # Errors
     /// [`OpenError`], as for [`OpenHalf::open`]. `inner` then holds undefined bytes.

@@ -28,8 +28,8 @@ pub enum Pause {
     To(io::Error),
 }
 
-/// Stops both directions of a connection. A direction that is not waiting at that time stops before
-/// its next step.
+/// Stops both directions of a connection. If a direction is not waiting when the stop is requested,
+/// it stops before its next step.
 #[derive(Debug)]
 pub struct Stop {
     is_requested: AtomicBool,

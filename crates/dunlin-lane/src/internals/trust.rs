@@ -98,9 +98,10 @@ pub enum UntrustedReason {
     /// issuer's certificate.
     #[error(
         "it was issued by an unknown authority, {issuer}, and the peer did not send that authority's \
-         certificate: if this is an intermediate of an authority in this host's CA bundle, append its \
-         certificate to the peer's certificate file; if it is a root, add it to this host's CA bundle, or \
-         give both hosts certificates of one authority"
+         certificate: if the unknown authority is an intermediate of an authority in this host's \
+         CA bundle, append the intermediate's certificate to the peer's certificate file; if the \
+         unknown authority is a root, add its certificate to this host's CA bundle, or give both hosts \
+         certificates of one authority"
     )]
     IncompleteChain {
         /// The issuer's name.

@@ -92,7 +92,7 @@ fn header(bytes: usize, payload: usize) -> Vec<u8> {
 #[test]
 fn frames_of_every_shape_arrive_whole_and_in_order() {
     for (mut sender, mut receiver) in every_security() {
-        // A full frame takes this many page numbers, because every fifth page is left out.
+        // A range of this many page numbers fills a frame: `pages` leaves out every fifth number.
         let full = PAGES_PER_FRAME as u64 * 5 / 4 - 1;
         let shapes = [
             (8, 1),

@@ -384,8 +384,8 @@ fn padding_and_alerts_as_long_as_pages_are_recognised() {
     let (_, target) = guests();
     for (provider, suite) in combinations() {
         let key = vec![9; key_bytes(suite)];
-        // Content and content type, padded with zeros to one page and one byte: the peer chooses
-        // the padding.
+        // The content and the content type, followed by zeros as padding. A peer can choose the
+        // padding so that the plaintext is one byte longer than a page.
         let mut padded = vec![0_u8; PAGE_BYTES + 1];
         padded[..5].copy_from_slice(b"data\x17");
         let mut alert = vec![0_u8; PAGE_BYTES + 1];

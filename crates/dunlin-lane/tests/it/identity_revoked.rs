@@ -15,9 +15,9 @@ use dunlin_test_support::identity::{Ca, Host, Issued, chain, denies, key_pin, se
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, set_mode, soon};
 use rcgen::CrlScope;
 
-/// Runs the four kinds of handshake between the hosts `judge` and `peer`. Returns the error of
-/// `judge` for each, or `None` if `judge` accepts the peer. Each of the two hosts has one identity
-/// for both roles.
+/// Runs four handshakes between the hosts `judge` and `peer`: for a control lane and for a data
+/// lane, each with either host as the client. Returns for each handshake the error of `judge`, or
+/// `None` if `judge` accepts the peer. Each of the two hosts has one identity for both roles.
 fn verdicts(judge: &Host, allowed: &Peers, peer: &Host) -> Vec<Option<HandshakeError>> {
     let crypto = Crypto::auto();
     let (ours, theirs) = (judge.load(), peer.load());

@@ -1,5 +1,5 @@
 //! Identities, handshakes, records, control and data connections, between two ends on loopback.
-//! `lane_allocations` replaces the process's allocator, so that test is a separate program.
+//! The test `lane_allocations` is a separate program, because it replaces the process's allocator.
 
 mod control;
 mod data;

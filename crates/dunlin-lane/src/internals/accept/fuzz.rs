@@ -72,8 +72,8 @@ pub fn fuzz_connection(bytes: &[u8]) {
 }
 
 /// Sends arbitrary first bytes in two pieces, then closes. After the close the acceptor must not
-/// wait for more bytes, and its memory must be within the bound. Only a plain lane can arrive, with
-/// exactly the opening message that was sent.
+/// wait for more bytes, and its memory must be within the bound. Nothing but a plain lane can
+/// arrive; its opening message must be exactly the one that was sent.
 fn connect(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();
     far.set_nonblocking(true).expect("the connection is open");

@@ -89,8 +89,8 @@ impl Pending {
     }
 
     /// The progress of the connection: 0 if refused, 1 if silent, 2 after the first byte, 3 after
-    /// the first handshake record (a plain lane stays at 2). The connection with the least progress
-    /// is evicted first; honest TLS peers soon reach the last stage.
+    /// the first handshake record. A plain lane stays at 2. The connection with the least progress
+    /// is evicted first, and honest TLS peers soon reach 3.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,
@@ -146,8 +146,8 @@ impl Pending {
         }
     }
 
-    /// Advances the connection until the socket would block (`false`), or the opening message (for
-    /// a relay: the handshake) is complete (`true`).
+    /// Advances the connection. Returns `true` when the opening message is complete, or, for a
+    /// relay, the handshake. Returns `false` if the socket would block before that.
     fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
         loop {
             match &mut self.stage {

@@ -15,8 +15,8 @@ use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 /// [`FLIGHT_LIMIT_BYTES`](crate::internals::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state; all
 /// of them together use less than 8 MiB.
 pub const PENDING_LIMIT: usize = 64;
-/// Maximum time from accepting a connection to the end of its opening message (for a relay: of its
-/// handshake).
+/// Maximum time from accepting a connection to the end of its opening message. A relay's connection
+/// has no opening message, so its time ends with the handshake.
 pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why a connection was rejected.
@@ -31,13 +31,17 @@ pub enum RejectReason {
     Deadline,
     /// The limit of pending connections was reached, so the connection was evicted in favour of a
     /// newer one.
-    #[error("evicted before authentication: limit of {PENDING_LIMIT} pending connections reached")]
+    #[error(
+        "the connection was closed before authentication, in favour of a newer one: limit of \
+         {PENDING_LIMIT} pending connections reached"
+    )]
     Evicted,
     /// Descriptors or memory ran out, so the connection was evicted in favour of a newer
     /// one.
     #[error(
-        "evicted before authentication: this process or host is out of file descriptors or memory; \
-         raise the limit of open files (`ulimit -n`), or free descriptors and memory: {0}"
+        "the connection was closed before authentication, in favour of a newer one: this process \
+         or host is out of file descriptors or memory; raise the limit of open files \
+         (`ulimit -n`), or free descriptors and memory: {0}"
     )]
     Shortage(io::Error),
     /// The opening message is malformed.

@@ -11,7 +11,7 @@ use super::{ControlStream, drive};
 use crate::internals::handshake::{HandshakeError, linger};
 use crate::internals::policy::ServerTls;
 
-/// Turns a connection that this side accepted into the control lane.
+/// Performs the server's handshake on an accepted connection, and returns the control lane.
 ///
 /// # Errors
 /// [`HandshakeError`].

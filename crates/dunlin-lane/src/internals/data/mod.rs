@@ -93,7 +93,7 @@ pub struct Canceller(Link);
 
 impl Canceller {
     /// Wakes the thread that is blocked in a call on the lane. The call returns a `Cancelled`
-    /// error; the peer's connection ends without a close.
+    /// error. The peer sees that the connection ends without a *close_notify*.
     pub fn shutdown(&self) {
         self.0.cancelled.store(true, Ordering::SeqCst);
         // This fails only if the connection has already ended, and that end also wakes the thread.
@@ -122,7 +122,7 @@ struct Link {
     cancelled: Arc<AtomicBool>,
 }
 
-/// One end of a lane, without the buffers of either half.
+/// What a [`DataSender`] and a [`DataReceiver`] have in common: one end of a lane, without buffers.
 struct End {
     link: Link,
     security: Security,
@@ -156,7 +156,7 @@ impl Link {
 }
 
 /// The lane's protection. Each end of the lane keeps the keys of both directions, because the
-/// direction without data still carries the close and alerts.
+/// direction without data still carries alerts, such as *close_notify*.
 enum Security {
     Tls(Box<Keys>),
     Kernel(InKernel),

@@ -34,16 +34,16 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES + LINE_BYTES);
 
 /// Maximum number of pieces of guest memory into which one record is opened. A record that spans
 /// more pieces is opened in the receive buffer and then copied. A record of a
-/// [`DataSender`](super::DataSender) holds four pages. If the kernel seals, the record may begin
-/// within a page, and then touches five.
+/// [`DataSender`](super::DataSender) holds four pages. If the sender's kernel seals it, the record
+/// can begin in the middle of a page. Its bytes then belong to five pages.
 const TARGETS_PER_RECORD: usize = 8;
 
 /// The number of bytes to read from a record that is not data. An alert has two bytes, so a third
 /// byte shows that the record is malformed.
 const CONTROL_START: usize = 3;
 
-/// Why a data lane failed. Every error ends the lane, except [`ReceiveError::Idle`], after which no
-/// data is lost.
+/// Why a call on a data lane failed. Only [`ReceiveError::Idle`] does not end the lane: no data is
+/// lost, and the caller may read on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ReceiveError {
@@ -173,9 +173,9 @@ impl DataReceiver {
     }
 
     /// Fills `header` with the beginning of the next frame; returns false if the peer closed the
-    /// lane cleanly. Waits without limit, or until `idle_limit` has passed. This limit is checked
-    /// only once per stall limit. On a plain lane, an end of the connection between two frames
-    /// counts as a clean close.
+    /// lane cleanly. Waits without limit, or until `idle_limit` has passed. The wait can exceed
+    /// `idle_limit` by up to the lane's stall limit. On a plain lane, an end of the connection
+    /// between two frames counts as a clean close.
     ///
     /// # Errors
     /// [`ReceiveError`].
@@ -211,8 +211,8 @@ impl DataReceiver {
     }
 
     /// Fills `out` with the next bytes of the frame. If the crypto library supports it, records are
-    /// opened straight into `out`, without a copy. A record is still copied if `out` has less space
-    /// than the record's content and one byte.
+    /// opened straight into `out`, without a copy. For this, `out` needs space for the record's
+    /// content and one more byte; with less space the record is copied.
     ///
     /// # Errors
     /// [`ReceiveError`]. `out` then holds undefined bytes.
@@ -562,8 +562,8 @@ impl DataReceiver {
         }
     }
 
-    /// Reads once from a socket on which the kernel opens records. The end of the connection is an
-    /// error; a record that is not data is returned too.
+    /// Reads once from a socket on which the kernel opens records. Returns data, or a record of
+    /// another type. The end of the connection is an error.
     fn read_opened(
         &mut self,
         read: impl FnMut(&TcpStream) -> io::Result<Received>,

@@ -33,11 +33,12 @@ const REASON_WAIT: Duration = Duration::from_millis(200);
 /// copying a page costs less than sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
-/// The largest offset in the buffer at which the payload's first record begins. On a plain lane, it
-/// is the offset of the payload itself. The smallest offset is less than [`LINE_BYTES`] below it.
+/// The largest offset in the buffer at which the payload's first record begins. On a plain lane,
+/// the payload itself begins there. The frame's start is rounded down to a multiple of
+/// [`LINE_BYTES`], so the payload can begin up to `LINE_BYTES - 1` bytes earlier.
 ///
-/// Formula: the buffer begins at a page. Each frame begins at a multiple of [`LINE_BYTES`], because
-/// the kernel copies fast from such an address. The payload's records then begin 97 to 512 bytes
+/// Reasons for the number: the buffer begins at a page. The kernel copies fast from a frame that
+/// begins at a multiple of [`LINE_BYTES`]. The payload's records then begin 97 to 512 bytes
 /// after the beginning of a page, so copies from pages of guest memory are fast too. See
 /// [`dunlin_linux::aligned`].
 const FRONT: usize = HEADER_LIMIT_BYTES + 160;
@@ -194,9 +195,9 @@ impl DataSender {
     }
 
     /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
-    /// If the crypto library supports it, a payload of more than a page is sealed straight from
-    /// there, without a copy. The payload keeps its content. The reference is mutable only because
-    /// kernel TLS gets the payload as a [`VolatileSlice`], like guest memory.
+    /// If the crypto library supports it, a payload of more than a page is sealed without a copy.
+    /// The payload keeps its content. The reference is mutable only because kernel TLS gets the
+    /// payload as a [`VolatileSlice`], like guest memory.
     ///
     /// # Errors
     /// [`SendError`]. After [`SendError::PayloadTooLong`] and [`SendError::HeaderTooLong`] nothing
@@ -301,8 +302,8 @@ impl DataSender {
         }
     }
 
-    /// Returns how much of the lane's key is used, given that the lane must be replaced
-    /// after `most` records.
+    /// Returns how near the lane's key is to its limit of `most` records. At the limit, the lane
+    /// must be replaced.
     #[cfg(feature = "unstable-internals")]
     pub fn key_usage(&self, most: u64) -> KeyUsage {
         /// Records reserved for a chunk in progress, a mark frame and the close.
@@ -369,8 +370,8 @@ impl DataSender {
             overhead,
         } = self.layout;
         let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
-        // The header's length, and the overhead of its record if the payload does not share the
-        // record.
+        // The number of bytes in the buffer before the payload's first record. If the header shares
+        // that record, the record's overhead is not counted here.
         let before = match bytes {
             0 => 0,
             _ if shares => bytes,
@@ -558,9 +559,9 @@ impl<'a> Frame<'a> {
         Ok(true)
     }
 
-    /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
-    /// header has its own record before the payload, unless the payload is at most one page or the
-    /// kernel seals: in these two cases it shares the payload's first record. An empty header gets
+    /// Seals the frame and sends it, header first, in as few writes as the socket allows. If the
+    /// kernel seals, or if the payload is at most one page, the header shares the payload's first
+    /// record. Otherwise the header has its own record before the payload. An empty header gets
     /// no record.
     ///
     /// # Errors

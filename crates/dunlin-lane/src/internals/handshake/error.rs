@@ -116,9 +116,9 @@ pub enum HandshakeError {
         "the peer and this host have no TLS parameters in common ({0}): both must allow the same version (lanes need TLS 1.3), suite and key exchange"
     )]
     Incompatible(String),
-    /// The kernel rejected the connection's keys, or cannot seal and open records although that is
-    /// required. No data was sent with the keys; on another connection the process may seal and
-    /// open the records itself.
+    /// The kernel rejected the connection's keys, or kernel TLS is required and the kernel cannot
+    /// do it. No data was sent with the keys. On another connection the process may seal and open
+    /// the records itself.
     #[error("the connection was closed before any data was sent: {0}")]
     Offload(#[from] Refused),
     /// Any other protocol violation.

@@ -92,7 +92,7 @@ fn finish<C: Unbuffered + Send + 'static>(
     })
 }
 
-/// The accepting side of a relay's handshake. One thread can advance many of them.
+/// The accepting side of a relay's handshake. One thread can advance many such handshakes in turn.
 pub struct Greeting {
     settings: Arc<ServerSettings>,
     connection: UnbufferedServerConnection,

@@ -20,9 +20,9 @@ const RECORD_LIMIT: u64 = 16;
 /// of four bytes.
 const MESSAGE_LIMIT_BYTES: usize = 4 + 8 + 1 + 255 + 2 + 0xffff + 2 + 0xfffe;
 
-/// Consumes session tickets from a connection until none has arrived for `quiet` or the peer's data
-/// begins, and returns the number of records. Tickets would make a read by the socket's owner fail
-/// with EIO.
+/// Consumes session tickets from a connection, and returns the number of records. Ends when the
+/// peer's data begins, or when no ticket has arrived for the time `quiet`. If tickets remained in
+/// the socket, a read by the socket's owner would fail with EIO.
 ///
 /// Each record is peeked, and a copy of it is opened with a key that is dropped at the end. The
 /// record is removed from the socket only if it contains tickets, or the beginning of a ticket that
@@ -51,7 +51,7 @@ pub(super) fn take(
             return done(taken, &partial);
         };
         let whole = record.len();
-        // If the record is data, a close or an error, the socket's owner handles it.
+        // If the record has data or an alert, or cannot be opened, the socket's owner handles it.
         let Ok(Content::Late(bytes, message)) = open.open_next(&mut record) else {
             return done(taken, &partial);
         };

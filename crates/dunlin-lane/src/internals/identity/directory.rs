@@ -26,8 +26,8 @@ impl Files {
             None => Layout::in_directory(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
-        // A file that cannot be examined counts as present. Loading the identity then fails, and no
-        // denied key is accepted by mistake.
+        // A file that cannot be examined counts as present, so that loading the identity fails.
+        // Otherwise a denied key could be accepted by mistake.
         let denied = directory.join(DENIED_FILE);
         let denied = match denied.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,

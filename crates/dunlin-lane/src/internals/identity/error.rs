@@ -11,7 +11,8 @@ use super::super::kernel::Refused;
 use super::dated::{Dated, Item};
 use super::layout::Layout;
 
-/// Maximum size of an identity file; a bundle of all public authorities needs a quarter of it.
+/// Maximum size of each file of an identity. A bundle of all public authorities has a quarter of
+/// this size.
 pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 
 /// Why an identity cannot be used. The message names the file or directory and the remedy.
@@ -20,7 +21,7 @@ pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 pub struct IdentityError(#[from] IdentityErrorKind);
 
 impl IdentityError {
-    /// Whether the clock of this host is outside the validity of its certificate.
+    /// Whether this host's certificate has expired or is not valid yet, by this host's clock.
     pub(crate) fn is_of_date(&self) -> bool {
         use IdentityErrorKind::{Expired, NotYetValid};
         matches!(self.0, Expired { .. } | NotYetValid { .. })
@@ -257,7 +258,7 @@ pub enum Warning {
         /// Whole days until the item expires; `None` if it has expired.
         days: Option<u64>,
     },
-    /// The chain of this host's certificate to its own trust anchors is incomplete.
+    /// No complete chain leads from this host's certificate to a trust anchor of this identity.
     NoChain {
         /// The certificate's file.
         path: PathBuf,

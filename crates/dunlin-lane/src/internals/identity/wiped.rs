@@ -77,8 +77,8 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
     };
     // A decoder may keep copies of single lines, so search for text across a line break.
     let text = digits("head -c 110 key.pem | tail -c 40");
-    // Search for the private scalar with its ASN.1 prefix. The crypto library may still hold the
-    // scalar in memory, but without the prefix.
+    // Search for the private scalar with its ASN.1 prefix. The crypto library may keep a copy of
+    // the scalar without the prefix, and this search must not find that copy.
     let content =
         digits("openssl pkcs8 -topk8 -nocrypt -in key.pem -outform DER | head -c 68 | tail -c 37");
     assert!(content.starts_with("020101"), "{} digits", content.len());

@@ -120,10 +120,10 @@ impl Chosen {
     }
 }
 
-/// Derives the acceleration from the counters in `listed`, for a kernel that does not report on
-/// single sockets (before Linux 6.15 without `CAP_NET_ADMIN`). If no card has ever sealed or opened
-/// records for any socket of this namespace, the kernel's software serves this socket. Otherwise
-/// the result is `None`.
+/// Derives the acceleration from the counters in `listed`, if the kernel does not report it for
+/// this socket. Before Linux 6.15, such a report needs `CAP_NET_ADMIN`. If no card has ever sealed
+/// or opened records for any socket of this namespace, the kernel's software serves this socket.
+/// Otherwise the result is `None`.
 fn software_only(listed: &str) -> Option<Acceleration> {
     let never = |wanted: &str| counters(listed).any(|found| found == (wanted, 0));
     (never("TlsTxDevice") && never("TlsRxDevice")).then_some(Acceleration {

@@ -22,9 +22,9 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Returns the kernel's driver for `suite`. Call it after the first use of the cipher, because
-    /// the kernel lists a driver only then. `None` if the kernel lists no driver for `suite`, or if
-    /// the list cannot be read, for example in a service with `ProcSubset=pid`.
+    /// Returns the kernel's driver for `suite`. Call this function after the first use of the
+    /// cipher, because the kernel lists a driver only then. `None` if the kernel lists no driver
+    /// for `suite`, or if the list cannot be read, for example in a service with `ProcSubset=pid`.
     pub fn of(suite: CipherSuite) -> Option<Self> {
         let algorithm = match suite {
             CipherSuite::Aes128Gcm | CipherSuite::Aes256Gcm => "gcm(aes)",

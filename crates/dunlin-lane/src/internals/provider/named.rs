@@ -57,7 +57,9 @@ const GROUPS: [(&[&str], NamedGroup); 4] = [
 #[non_exhaustive]
 pub enum OfferError {
     /// An empty list, or an empty name in a list.
-    #[error("empty name in the list of {what} {list:?}: use at least one of {known}")]
+    #[error(
+        "the list of {what} {list:?} is empty or has an empty name: use at least one of {known}"
+    )]
     Empty {
         /// Ciphers or curves.
         what: &'static str,
@@ -221,9 +223,9 @@ mod tests {
             error.to_string()
         };
         for (ciphers, curves, expected) in [
-            ("", "P-256", "empty name in the list of ciphers \"\""),
-            (good, "", "empty name in the list of curves \"\""),
-            ("ECDHE-RSA-AES256-GCM-SHA384:", "P-256", "empty name in"),
+            ("", "P-256", "the list of ciphers \"\" is empty"),
+            (good, "", "the list of curves \"\" is empty"),
+            ("ECDHE-RSA-AES256-GCM-SHA384:", "P-256", "has an empty name"),
             (
                 "AES128-SHA",
                 "P-256",

@@ -4,8 +4,8 @@ use thiserror::Error;
 
 use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 
-/// Maximum length of a handshake message, without its header of four bytes; that of rustls. The
-/// format allows longer session tickets, but common implementations do not send them.
+/// Maximum length of a handshake message, without its header of four bytes. rustls has the same
+/// limit. The format allows longer session tickets, but common implementations do not send them.
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 0xffff;
 /// Maximum number of TLS messages without data in between. A longer sequence is an attack or a
 /// fault.

@@ -24,7 +24,8 @@ impl Renewal for NoKeys {
     }
 }
 
-/// Both halves of a connection with kernel TLS, without a kernel.
+/// Returns both halves of a connection that is treated as one with kernel TLS. No kernel has its
+/// keys.
 pub(super) fn halves_without_kernel(version: Version, is_client: bool) -> (Sealing, Opening) {
     let secrets = || ConnectionTrafficSecrets::Aes256Gcm {
         key: AeadKey::from([0; 32]),
@@ -45,7 +46,7 @@ pub(super) fn halves_without_kernel(version: Version, is_client: bool) -> (Seali
 
 /// A direct implementation of RFC 8446 for the TLS messages in a record. `Ok(Some(_))`: the peer
 /// has renewed its key; the value says whether it requests a new key from this side. `Err`: the
-/// messages violate the protocol. Adds the number of records and further messages to `late`.
+/// messages violate the protocol. Adds the number of messages after the first to `late`.
 fn messages(
     partial: &mut Vec<u8>,
     content: &[u8],
@@ -124,8 +125,8 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             (HANDSHAKE, content) if is_1_3 => {
                 match messages(&mut partial, content, is_client, &mut late) {
                     Ok(Some(requested)) => {
-                        // The first request is legitimate. Every further one is not, because this test
-                        // never answers a request.
+                        // The first request is legitimate. Every further one is not, because this
+                        // test never answers a request.
                         if requested && !asked && late <= LATE_RUN_LIMIT {
                             (asked, late) = (true, 0);
                         }

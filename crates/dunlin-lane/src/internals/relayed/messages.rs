@@ -1,5 +1,6 @@
-//! TLS's own messages on a relay's connection after the handshake, and when keys are renewed.
-//! The records are sealed and opened elsewhere: by the kernel or in the module `records`.
+//! Handles TLS's own messages on a relay's connection after the handshake, and decides when keys
+//! are renewed. The records are sealed and opened elsewhere: by the kernel or in the module
+//! `records`.
 //!
 //! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
 //! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a
@@ -25,8 +26,9 @@ pub type Control = (u8, Vec<u8>);
 
 /// The `user_canceled` alert, a warning.
 const USER_CANCELED: Alert = Alert(90);
-/// Maximum number of key requests without data from this side in between. A peer may treat a longer
-/// sequence as an attack: rustls does so at 33 requests, Go's crypto/tls at 17.
+/// Maximum number of requests for the peer's next key in a row, without data from this side between
+/// them. A peer may treat more requests in a row as an attack: rustls does so at 33 requests, Go's
+/// crypto/tls at 17.
 pub(super) const ASKS_LIMIT: u32 = 16;
 
 /// Derives the next keys of both directions, and tracks which side requested renewal.
@@ -114,8 +116,9 @@ pub(crate) fn halves(
     (sealing, opening)
 }
 
-/// The number of data records in `bytes` that one call wrote; each call ends with a complete
-/// record. For a read the result is 1, because a read returns bytes of only one record.
+/// The number of data records that one call wrote. `bytes` is the number of bytes that the call
+/// wrote; no record has bytes of two calls. For a read the result is 1, because a read returns
+/// bytes of only one record.
 fn records_of(bytes: usize) -> u64 {
     bytes.div_ceil(CONTENT_BYTES) as u64
 }
@@ -125,8 +128,9 @@ pub(super) fn not_renewed(error: impl ToString) -> RelayError {
 }
 
 impl Keys {
-    /// Nothing may be sent after the close of a direction, because the peer would reset the
-    /// connection, and the reset would discard data in transit to this side.
+    /// Whether a request for the peer's next key should be sent now. After this side has closed its
+    /// direction, it may send nothing: the peer would reset the connection, and the reset would
+    /// discard data in transit to this side.
     fn is_asking(&self) -> bool {
         self.asking.load(Ordering::SeqCst) && !self.is_closed.load(Ordering::SeqCst)
     }
@@ -151,8 +155,8 @@ impl Sealing {
         self.keys.asks.store(0, Ordering::Relaxed);
     }
 
-    /// Returns a key update that must be sent before up to `records` records of data, if one is
-    /// due. After it, seal with the next key.
+    /// Returns a key update if one is due before the next data, which has up to `records` records.
+    /// The caller sends the key update first, and seals everything after it with the next key.
     ///
     /// # Errors
     /// If an update is due: [`RelayError::UsedUp`] in TLS 1.2, which has no key update;

@@ -32,7 +32,8 @@ struct Sealer {
     records: SealHalf,
     messages: Sealing,
     provider: Provider,
-    /// Whether this side has closed its direction, or a record could not be sealed.
+    /// Whether this side has closed its direction, or a record could not be sealed. Each call sets
+    /// it and clears it on success, so an error leaves it set.
     is_over: bool,
 }
 
@@ -40,7 +41,8 @@ struct Opener {
     records: OpenHalf,
     messages: Opening,
     provider: Provider,
-    /// Whether the peer has closed its direction, or a record was invalid.
+    /// Whether the peer has closed its direction, or a record was invalid. Each call sets it and
+    /// clears it on success, so an error leaves it set.
     is_over: bool,
 }
 
@@ -89,7 +91,8 @@ impl Records {
         Ok(sealed)
     }
 
-    /// Returns the request for the peer's next key if it should be sent now; otherwise nothing.
+    /// Returns a record with the request for the peer's next key, if it must be sent now; otherwise
+    /// no bytes.
     pub(super) fn take_pending(&self) -> Result<Vec<u8>, RelayError> {
         let (mut sealer, mut records) = (lock(&self.sealer), Vec::new());
         if !sealer.is_over && sealer.messages.is_asking() {

@@ -122,7 +122,7 @@ impl Session {
 
     /// Opens all complete records in `bytes` and writes their content to the front of `content`,
     /// which must be at least as long as `bytes`. Pass the bytes that were not consumed to the next
-    /// call, followed by the bytes received since.
+    /// call, followed by the bytes that have arrived since then.
     ///
     /// # Errors
     /// [`RelayError`]; what this call wrote to `content` must not be used, and the connection opens
@@ -140,8 +140,9 @@ impl Session {
         Ok(opened)
     }
 
-    /// Whether a message of TLS's own should be sent even without content, such as a request for
-    /// the peer's next key. The next [`Session::seal`] returns it before the content.
+    /// Whether a message of TLS itself waits, such as a request for the peer's next key. Send it
+    /// even if there is no content to send. The next [`Session::seal`] returns it before the
+    /// content.
     pub fn is_pending(&self) -> bool {
         self.is_pending.load(Ordering::SeqCst)
     }

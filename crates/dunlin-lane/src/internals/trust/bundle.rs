@@ -1,6 +1,7 @@
-//! The certificates that a hand-off trusts. They are in one file, as toolstacks provide them.
-//! Besides authorities the file may hold the peers' own self-signed certificates, which often carry
-//! no name to check.
+//! The certificates that a hand-off trusts. Toolstacks provide them in one file. In addition to
+//! authorities, the file may hold the peers' own self-signed certificates, which often have no name
+//! to check.
+//!
 //! ```text
 //!   in the file itself? ── yes ──▶ in date? ──────────────▶ name required? ──▶ trusted
 //!      │ no                                                       ▲

@@ -4,8 +4,9 @@ use super::super::fuzz::halves_without_kernel;
 use super::super::in_kernel::CALL_RECORDS;
 use super::*;
 
-/// The record limit. After half as many records, the peer requests a new key. Without a request,
-/// this side renews its key when the records of one more call could exceed the limit.
+/// Maximum number of records that a side seals with one key. The receiver of the records requests
+/// a new key after half as many. Without a request, the sender renews its key when the records of
+/// one more call could exceed the limit.
 const LIMIT: u64 = 64;
 
 /// Returns both sides of a connection.
@@ -21,8 +22,8 @@ fn open() -> Opening {
     halves_without_kernel(Version::V1_3, true).1
 }
 
-/// Delivers a key update to the other side if one is due, as if the kernels had installed the next
-/// key. Returns whether one was due.
+/// Delivers a key update to the other side if one is due. No kernel installs the next key; the test
+/// only resets the number of records. Returns whether a key update was due.
 fn renew(sealing: &mut Sealing, opening: &mut Opening) -> bool {
     let Some((content_type, update)) = sealing.renews(CALL_RECORDS).unwrap() else {
         return false;

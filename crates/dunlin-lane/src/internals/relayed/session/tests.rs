@@ -146,7 +146,7 @@ fn data_flows_both_ways_in_any_parts_and_each_direction_closes_separately() {
     }
 }
 
-/// One thread seals while the other has received part of a record or message.
+/// A side can seal while it has received only a part of a record, or of a message.
 #[test]
 fn i7_a_partial_record_does_not_disturb_the_other_direction() {
     for version in VERSIONS {
@@ -179,7 +179,8 @@ fn i7_a_partial_record_does_not_disturb_the_other_direction() {
 #[test]
 fn padding_is_removed_and_empty_records_are_limited() {
     let (near, mut seal) = session_and_peer();
-    // The last byte of the plaintext belongs to the padding.
+    // `record_of` appends the content type, here 0. The real type is the byte 0x17, and the three
+    // zeros after it are padding.
     let mut record = record_of(&mut seal, 0, b"data\x17\0\0");
     let (content, is_over) = opened(&near, &record, 1 << 20);
     assert_eq!((&content[..], is_over), (&b"data"[..], false));
@@ -223,7 +224,8 @@ fn exchange(near: &Session, mut peer: UnbufferedServerConnection) {
         assert!(received == content, "{number}");
         answer.extend(sent_by(&mut peer, &content));
         assert!(opened(near, &answer, 777) == (content, false), "{number}");
-        // Every second request is sent with the next data instead.
+        // Send about half of the requests alone. `sealed` sends each of the others with the next
+        // data.
         if near.is_pending() && number % 4 < 2 {
             requests += 1;
             let mut request = near.take_pending().unwrap();
@@ -359,7 +361,7 @@ fn tls_1_2_ends_at_its_record_limit_and_tls_1_3_renews_keys() {
     for _ in 0..400 {
         let records = sealed(&near, Some(b"data"));
         assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
-        // The far side has no data to send, so it requests keys.
+        // The far side has no data to send a request with, so it sends the request alone.
         if far.is_pending() {
             asked += 1;
             let pending = far.take_pending().unwrap();
