@@ -15,7 +15,7 @@ use crate::tcp::unacknowledged_bytes;
 
 /// The maximum number of descriptors in one message (the kernel's SCM_MAX_FD).
 pub const MOST: usize = 253;
-/// Bytes of the control message with [`MOST`] descriptors.
+/// The size in bytes of a control message with [`MOST`] descriptors.
 const CONTROL_ROOM: usize = rustix::cmsg_space!(ScmRights(MOST));
 
 /// A received message.

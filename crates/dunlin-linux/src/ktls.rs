@@ -23,9 +23,9 @@ const APPLICATION_DATA: u8 = 23;
 const PIECES_LIMIT: usize = 128;
 /// The error of a read when a record fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
-/// The errors of a read when the bytes are not a TLS record, and when a record is too long
-/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns `EINVAL` when the next record is
-/// not application data.
+/// The errors of a read: `EINVAL` if the bytes are not a TLS record, `EMSGSIZE` if a record is too
+/// long (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns `EINVAL` if the next record
+/// is not application data.
 pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 
 /// The TLS version of a key.
@@ -66,11 +66,11 @@ pub struct Key<'a> {
     pub cipher: Cipher,
     /// The key, with the cipher's key length ([`Cipher::key_bytes`]).
     pub key: &'a [u8],
-    /// For TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make
-    /// the nonce. For AES-GCM in TLS 1.2: the four secret bytes of the salt, followed by the
-    /// explicit nonce of the kernel's first record. The kernel increments the explicit nonce with
-    /// each record, independently of the sequence number. This explicit nonce and all later ones must
-    /// be unused, because two records with the same nonce reveal the authentication key.
+    /// In TLS 1.3, and for ChaCha20 in TLS 1.2: the IV, which is XORed with the record's sequence
+    /// number to make the nonce. For AES-GCM in TLS 1.2: the salt (four secret bytes), followed by
+    /// the explicit nonce of the kernel's first record. The kernel increments the explicit nonce
+    /// with each record, independently of the sequence number. This explicit nonce and all later
+    /// ones must be unused, because two records with the same nonce reveal the authentication key.
     pub nonce: [u8; 12],
     /// The sequence number of the next record.
     pub sequence: u64,
@@ -322,8 +322,8 @@ fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) 
     for (piece, slice) in pieces.iter_mut().zip(slices) {
         let guard = slice.ptr_guard_mut();
         *piece = libc::iovec {
-            // On Linux the guard does nothing, so the address stays valid after the guard is
-            // dropped.
+            // On Linux the guard from `vm-memory` does nothing, so the address stays valid after
+            // the guard is dropped.
             iov_base: guard.as_ptr().cast(),
             iov_len: slice.len(),
         };
@@ -379,7 +379,8 @@ impl Control {
         Self(bytes)
     }
 
-    /// The content type that the kernel has written, if the first `written` bytes hold one.
+    /// The content type in the kernel's control message. `None` if the kernel's `written` bytes
+    /// contain no complete control message of that kind.
     fn content_type(&self, written: usize) -> Option<u8> {
         let number = |at: usize| {
             let bytes = self.0.get(at..at + 4)?;

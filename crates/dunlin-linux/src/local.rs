@@ -134,7 +134,8 @@ fn bind_with_mode(socket: &OwnedFd, address: &SocketAddrUnix, mode: u32) -> io::
 
 /// Opens the file at `path` if it has the type, the owner and the mode of the socket that this
 /// process has just bound. A process that may write to the directory could have replaced the
-/// socket's file with a link to another file, which would then get the new owner.
+/// socket's file with a link to another file. Without this check, the other file would get the new
+/// owner.
 fn own_file(path: &Path, access: &FileAccess) -> io::Result<(OwnedFd, Stat)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty())?;

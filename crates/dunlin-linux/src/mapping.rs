@@ -176,8 +176,8 @@ fn region(
 }
 
 /// Requests transparent huge pages (`MADV_HUGEPAGE`, madvise(2)). For the memory of a memfd, the
-/// kernel follows the advice only if
-/// `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`; the kernel's default is `never`.
+/// kernel follows the advice only if `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is
+/// `advise`; the kernel's default is `never`.
 ///
 /// Call it before the first page is touched: populated pages stay small until khugepaged merges
 /// them.

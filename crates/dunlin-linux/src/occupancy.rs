@@ -32,7 +32,7 @@ const ENTRY_BYTES: usize = 8;
 const PRESENT: u64 = 1 << 63;
 /// The page is swapped out, or the kernel is moving it (page migration).
 const SWAPPED: u64 = 1 << 62;
-/// Entries per read: 64 KiB, for 32 MiB of memory.
+/// Number of entries in each read. They occupy 64 KiB and describe 32 MiB of memory.
 const ENTRIES_AT_ONCE: usize = 8192;
 /// Ranges are rounded outwards to multiples of this length.
 const PAGE_BYTES: u64 = 4096;
@@ -268,8 +268,8 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// Opens the file of the mapping again. Seeking on the existing descriptor would move the file
-    /// position, which its owner may use.
+    /// Opens the file of the mapping again. Seeking on the existing descriptor would move its file
+    /// position, and the owner of the descriptor may use that position.
     fn open(&self) -> io::Result<File> {
         let is_mapped = |metadata: &fs::Metadata| {
             let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));

@@ -77,8 +77,9 @@ pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> i
     scan(&open()?, memory, filter, found)
 }
 
-/// KiB of `memory` on huge pages. `AnonHugePages` of /proc/self/smaps can differ, because the
-/// kernel may have merged the mapping with an adjacent one.
+/// The size of the parts of `memory` that are huge pages, in KiB. `AnonHugePages` of
+/// /proc/self/smaps can differ, because the kernel may have merged the mapping with an adjacent
+/// one.
 #[cfg(test)]
 pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
     const PAGE_IS_HUGE: u64 = 1 << 6;
@@ -97,10 +98,10 @@ pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
 /// How [`take_written`] treats a page without an entry in the page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Absent {
-    /// The page was never written.
+    /// Treats the page as never written.
     Clean,
-    /// The page may have been written before the kernel dropped its entry. Use this value only if
-    /// all unwritten pages have been marked as write-protected.
+    /// Treats the page as written, because the kernel may have dropped its entry after a write. Use
+    /// this value only if all unwritten pages have been marked as write-protected.
     Written,
 }
 

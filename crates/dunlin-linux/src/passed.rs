@@ -10,7 +10,7 @@ use crate::fdpass::set_close_on_exec;
 
 /// The first passed descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;
-/// The maximum number of sockets; a larger count is treated as an error in the environment.
+/// The maximum number of passed sockets. A larger count means that the environment is malformed.
 const MOST: usize = 256;
 
 /// A socket that the service manager passed to this process.

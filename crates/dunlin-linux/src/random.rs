@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn the_whole_buffer_is_filled_and_differs_each_time() {
-        // Request more bytes than the kernel returns from one call if a signal arrives.
+        // Request so many bytes that a signal could make the kernel return fewer from one call.
         let (mut one, mut other) = (vec![0; 4096], vec![0; 4096]);
         fill(&mut one).unwrap();
         fill(&mut other).unwrap();

@@ -266,8 +266,8 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
 }
 
 /// Whether a process has the unix socket at `path` open; the socket may be of any type. That
-/// process does not notice the check: the function connects a datagram socket, and a stream socket
-/// rejects this without a connection (unix(7)).
+/// process does not notice the check. The function tries to connect a datagram socket to `path`. If
+/// `path` is a stream socket, the kernel refuses without making a connection (unix(7)).
 ///
 /// # Errors
 /// An error from connect(2), such as `NotFound`.
@@ -362,7 +362,8 @@ mod tests {
         let device = std::fs::read_to_string("/sys/class/net/lo/mtu").unwrap();
         let device: u32 = device.trim().parse().unwrap();
         let (near, _far) = pair();
-        // The kernel limits an MTU to the longest packet of IPv4.
+        // The loopback device can have a larger MTU than IPv4 allows (65,535 bytes). In that case
+        // the kernel returns the limit of IPv4.
         assert_eq!(path_mtu(&near).unwrap(), device.min(65535));
         let unconnected = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         assert!(path_mtu(&unconnected).is_err());

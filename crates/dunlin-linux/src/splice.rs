@@ -11,10 +11,10 @@ use rustix::pipe::SpliceFlags;
 /// pipes.
 ///
 /// The value is the kernel's default for a new pipe. A larger pipe, such as 256 KiB, would need
-/// fewer calls. But from Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised memory
-/// if more than seventeen pieces arrive for one record (the fix is "tls: trim encrypted message to
-/// match the plaintext on short splice"). A pipe of sixteen pieces cannot cause that. With 256 KiB an
-/// unprivileged user could also have only a quarter as many pipes.
+/// fewer calls. But from Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised
+/// memory if more than seventeen pieces arrive for one record (the fix is "tls: trim encrypted
+/// message to match the plaintext on short splice"). A pipe of sixteen pieces cannot cause that.
+/// With 256 KiB an unprivileged user could also have only a quarter as many pipes.
 const PIPE_BYTES: usize = 64 << 10;
 
 /// A pipe between two descriptors. Bytes stay in it from [`Conduit::take`] until

@@ -4,8 +4,9 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 
-/// Ends standard output: its reader sees the end while this process continues. Replaces it with
-/// /dev/null, so later output is discarded and no other file can get its descriptor number.
+/// Ends standard output: its reader sees the end while this process continues. Replaces standard
+/// output with /dev/null, so later output is discarded and no other file can get its descriptor
+/// number.
 ///
 /// # Errors
 /// An error from flushing earlier output, open(2) or dup2(2).

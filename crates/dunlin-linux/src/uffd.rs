@@ -71,8 +71,8 @@ const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 /// A userfaultfd request, implemented for its argument structure. The trait is private because
-/// `WriteWatch::control` relies on two facts: each number belongs to the request that takes this
-/// structure, and no request changes the content of memory or whether it is mapped.
+/// `WriteWatch::control` relies on two facts: `NUMBER` is the number of a request that takes the
+/// implementing structure, and no request changes the content of memory or whether it is mapped.
 trait Request: Sized {
     const NUMBER: Opcode;
 }
@@ -129,8 +129,8 @@ impl WriteWatch {
     /// from userfaultfd(2), open(2) or ioctl(2), such as `EMFILE`.
     pub fn new() -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
-        // SAFETY: a userfaultfd has no effect until memory is registered, and `control` registers
-        // memory for asynchronous write-protection only, under which it is read and written as
+        // SAFETY: a userfaultfd has no effect until memory is registered. `control` registers
+        // memory only for asynchronous write-protection. Programs can read and write such memory as
         // before.
         let descriptor = unsafe { userfaultfd(flags)? };
         let watch = Self {
@@ -153,8 +153,8 @@ impl WriteWatch {
     /// counts as written.
     ///
     /// # Errors
-    /// An error from ioctl(2), such as `EBUSY` if another userfaultfd watches the memory, `EINVAL` if
-    /// this kind of memory cannot be watched, or `ENOMEM`.
+    /// An error from ioctl(2), such as `EBUSY` if another userfaultfd watches the memory, `EINVAL`
+    /// if this kind of memory cannot be watched, or `ENOMEM`.
     pub fn register(&self, memory: &VolatileSlice<'_>, behind: Behind) -> io::Result<()> {
         let mut register = Register {
             range: span(memory),
@@ -174,10 +174,10 @@ impl WriteWatch {
         }
     }
 
-    /// Calls `found` with each range of bytes of `memory` that was written since it was registered
-    /// or last taken. Ranges are in order, relative to the start of `memory`, and in whole pages
-    /// (huge pages if the memory consists of them). The ranges may include other pages, such as a
-    /// page that was read for the first time.
+    /// Calls `found` with each range of bytes of `memory` that was written after the previous call,
+    /// or after the registration if there was none. Ranges are in order, relative to the start of
+    /// `memory`, and in whole pages (huge pages if the memory consists of them). The ranges may
+    /// include other pages, such as a page that was read for the first time.
     ///
     /// # Errors
     /// `EPERM` if `memory` is not registered; otherwise an error from ioctl(2).
@@ -345,8 +345,8 @@ mod tests {
             }
             assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
             write(&slice, 4);
-            // MADV_DONTNEED has the same effect as reclaim: the page stays in the file, but its page
-            // table entry is dropped. The mark of a protected page remains.
+            // MADV_DONTNEED has the same effect as reclaim: the page stays in the file, but its
+            // page table entry is dropped. The mark of a protected page remains.
             let start = slice.ptr_guard_mut().as_ptr();
             // SAFETY: the range is mapped and shared. MADV_DONTNEED drops page table entries, and
             // the file keeps the content.
