@@ -140,7 +140,8 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
-        // Join the accepting thread first: after it has ended, no new session starts.
+        // The first thread is the accepting thread. After it has ended, no new session starts. End
+        // the open sessions then, so that the second thread can remove them and end.
         for thread in self.threads.drain(..) {
             // The panic hook has printed the panic.
             let _ = thread.join();

@@ -48,7 +48,7 @@ pub enum IpsecError {
         path: PathBuf,
     },
     /// Other users may write to the directory of records, or another user owns the directory.
-    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; only the user of this process may own it and write to it (mode 700 or 755)", path = path.display())]
+    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could write records that make this process remove policies; give the directory to the user of this process (chown) and set mode 700 or 755 (chmod)", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
@@ -95,9 +95,9 @@ pub enum IpsecError {
     /// An earlier session left ports blocked. This session needs only some of these ports, and
     /// connections still use the ports of the earlier session.
     #[error(
-        "an earlier session has left ports blocked, of which this session needs only some, and \
-         connections still use the blocked ports ({connections} now): end these connections, or \
-         request all ports of the earlier session"
+        "an earlier session has left ports blocked, and {connections} connections still use them; this \
+         session requests only a part of these ports: end the connections, or request all ports of \
+         the earlier session"
     )]
     LeftInTheWay {
         /// The number of connections.
@@ -220,7 +220,9 @@ pub enum IpsecError {
         text: String,
     },
     /// The peer did not answer in time.
-    #[error("timeout: the peer did not send *{0}* in time; its process or the network hangs")]
+    #[error(
+        "timeout: the peer did not send *{0}* in time; the peer's process or the network hangs"
+    )]
     Silent(&'static str),
     /// The session was ended on this side.
     #[error("session ended on this side")]
@@ -241,8 +243,8 @@ impl IpsecError {
         move |source| Self::Resources { what, source }
     }
 
-    /// The fault code, which identifies the side at fault. If the error ends a session, this side
-    /// sends the code to the peer.
+    /// The fault code, which identifies the side at fault: this host or the peer. If the error ends
+    /// a session, this host sends the code to the peer.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         match self {

@@ -79,8 +79,9 @@ impl Link {
     }
 
     /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
-    /// marks the last one. The kernel answers during the send, and continues a list during a
-    /// receive. If a receive finds no answer, no answer will arrive later.
+    /// marks the last one. The kernel queues its first answers before send(2) returns, and further
+    /// parts of a list before recv(2) returns. So this method never waits: an empty queue is an
+    /// error, because no answer would arrive later.
     ///
     /// # Errors
     /// Any [`Failure`].

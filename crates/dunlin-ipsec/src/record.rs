@@ -46,8 +46,8 @@ pub use owner::Owner;
 const EXTENSION: &str = "ipsec";
 /// The extension of a record that is being rewritten.
 const NEW_EXTENSION: &str = "new";
-/// The maximum size of a record, in bytes. The lines of the SAs before and after a rekey, with as
-/// many lines for removed objects, need far less.
+/// The maximum size of a record, in bytes. Even a large record needs far less: it lists the SAs
+/// before and after a rekey, and equally many removed objects.
 const MOST_BYTES: u64 = 64 << 20;
 /// A record is rewritten when its number of lines exceeds twice the number of its remaining objects
 /// by more than this value.
@@ -232,8 +232,9 @@ impl Record {
         self.objects.iter().filter_map(Object::policy)
     }
 
-    /// Whether the ports may be freed as soon as no connection uses them. They may be freed if the
-    /// owner requested the end, or if no connection relies on the policies.
+    /// Whether the ports may be freed as soon as no connection uses them. This requires that the
+    /// owner has requested the session's end, or that the policies never let packets out through an
+    /// SA.
     pub(super) fn is_free(&self) -> bool {
         self.has_ended || !self.has_protected()
     }

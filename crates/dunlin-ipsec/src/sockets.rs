@@ -10,8 +10,9 @@ use super::error::IpsecError;
 
 /// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
 const SILENT: [u8; 3] = [6, 7, 10];
-/// The last of the states (`TCP_NEW_SYN_RECV`). A higher bit would include sockets that are bound
-/// to a port without a connection (`TCPF_BOUND_INACTIVE`).
+/// The last of the states to ask for (`TCP_NEW_SYN_RECV`). The request has one bit per state. The
+/// next bit would include sockets that are bound to a port without a connection
+/// (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
 /// Returns the TCP connections that may still send data, in the calling thread's network namespace.

@@ -25,8 +25,8 @@ mod values;
 pub(super) use values::state_of;
 use values::{connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of};
 
-/// The number of consecutive checks that must find no connection before the ports are freed:
-/// the kernel lists connections in pieces and may omit one that changes its state.
+/// The number of consecutive checks that must find no connection before the ports are freed. One
+/// check is not enough: a connection that changes its state can be missing in the kernel's list.
 const LOOKS: u32 = 3;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
@@ -82,8 +82,8 @@ impl Tables {
     }
 
     /// Checks that no packet matches both a new policy, which `steps` add, and an installed policy.
-    /// Exceptions are the inherited policies, and the policies of other sessions that
-    /// `only_crosses` allows.
+    /// Inherited policies may match. So may a policy of another session, if the only such packets
+    /// go from ports of one session to ports of the other (`only_crosses`).
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
         let mut installed = self.policies()?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
@@ -273,8 +273,8 @@ impl Tables {
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
-    /// Removes everything in the record, but leaves the ports blocked: policies that block replace
-    /// those that let packets out. [`Tables::finish`] removes the remaining policies when no
+    /// Removes everything in the record, but leaves the ports blocked: blocking policies replace
+    /// the policies that let packets out. [`Tables::finish`] removes the remaining policies when no
     /// connection uses the ports. The removal continues even if the record cannot be written, for
     /// example on a full disk. The record then lists too many objects, and removing an object that
     /// is already gone has no effect.

@@ -14,7 +14,7 @@ use dunlin_linux::udp_encap::receive_encapsulated;
 /// A network namespace, by its inode, and an address there.
 type BoundAddress = (u64, SocketAddr);
 
-/// The sockets that are in use by a session.
+/// The open sockets. A socket is closed when the last session that uses it ends.
 static OPEN: Mutex<BTreeMap<BoundAddress, Weak<UdpSocket>>> = Mutex::new(BTreeMap::new());
 
 /// Returns the socket at an address of the calling thread's network namespace. It is closed when

@@ -72,7 +72,8 @@ const OFFERS: usize = 8;
 const ANSWERING: usize = 256;
 /// How long an accepted lane waits for an SA for the packets that this side sends.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
-/// The interval at which ended sessions and accepted lanes are handled.
+/// The interval at which the thread of [`Shared::keep`] removes ended sessions and moves accepted
+/// lanes to their SAs.
 const TICK: Duration = Duration::from_millis(100);
 /// The interval at which the bytes of lanes are compared with those of SAs.
 const WATCH: Duration = Duration::from_secs(1);
@@ -101,7 +102,7 @@ struct Shared {
     answering: Mutex<Vec<Answering>>,
 }
 
-/// The offer of a session by a peer, and its control connection.
+/// The control connection of a peer, and the peer's offer of a session.
 type Offered = (ControlStream, Opening);
 
 /// An accepted lane that this side has not moved to the SA of a CPU yet.
@@ -151,8 +152,8 @@ impl IpsecLanes {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
         let mut options = options;
-        // Empty the list, so that a session requests the SA of a CPU only for the first lane of
-        // that CPU.
+        // A session requests an SA for each CPU in this list when it starts. Here the list is
+        // empty, because the SA of a CPU is requested for the first lane of that CPU.
         let cpus = std::mem::take(&mut options.cpus);
         let shared = Arc::new(Shared {
             site: Site {
@@ -314,9 +315,9 @@ impl Shared {
         is_agreed.then_some(false)
     }
 
-    /// For each accepted lane, moves the packets that this side sends to the SA of a CPU: the CPU on
-    /// which the lane's last packet had arrived when [`IpsecLanes::covers`] was called. If that CPU
-    /// has no SA, requests one and moves the lane when the SA is installed.
+    /// Makes each accepted lane send its packets through the SA of one CPU. It is the CPU on which
+    /// the lane's last packet had arrived when [`IpsecLanes::covers`] accepted the lane. If that
+    /// CPU has no SA, requests one; a later call moves the lane to it.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {

@@ -50,7 +50,7 @@ pub enum LaneError {
         /// The endpoint.
         to: String,
     },
-    /// All ports of a session are in use, or no ports are left for another session.
+    /// No port of the session is free for a lane, or no range of ports is free for a new session.
     #[error(
         "no free port in {ports} for a lane: sessions or other programs use them, or used them in the \
          last minute; use a longer range"
@@ -164,8 +164,8 @@ pub struct ProtectedLane {
 pub struct LaneHold(Arc<LaneEntry>);
 
 impl LaneGuard for LaneHold {
-    /// If a check found that lanes of this CPU use another SA, makes the kernel look up this lane's
-    /// route again at the next send of this thread.
+    /// If a check found that lanes of this CPU do not use the CPU's SA, makes the kernel discard
+    /// this lane's route. At the next send, the kernel then looks up the route and the SA again.
     fn before_send(&self) {
         if self.0.has_strayed.load(Ordering::Relaxed)
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
@@ -196,8 +196,8 @@ pub(super) fn refresh_route(connection: &TcpStream) -> io::Result<()> {
 }
 
 impl LaneSession {
-    /// Creates the state of a session that the dialer has begun with `options`, between these
-    /// addresses.
+    /// Creates the state of `session`, which the dialer has begun with `options` between the
+    /// addresses `local` and `peer`.
     pub(super) fn new(
         session: Session,
         options: &Options,
@@ -343,8 +343,9 @@ impl LaneSession {
         true
     }
 
-    /// In mode cpu, compares the bytes that lanes sent with the bytes that SAs carried since the
-    /// last call. Reports and marks lanes that used another SA.
+    /// In mode cpu, compares two byte counts for each CPU since the last call: the bytes that its
+    /// lanes sent, and the bytes that its SA carried. If the SA carried fewer, some lanes used
+    /// another SA. Reports such CPUs and marks their lanes.
     pub(super) fn watch(&self, observer: &Observer) {
         if self.mode != Mode::Cpu {
             return;

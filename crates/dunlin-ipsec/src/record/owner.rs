@@ -1,4 +1,4 @@
-//! The owner of a recorded session, for other processes.
+//! What a session's record tells other processes about the session.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};

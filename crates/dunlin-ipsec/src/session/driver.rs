@@ -33,8 +33,8 @@ const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long an old outbound SA stays installed after a rekey has switched the policies to new SAs.
-/// The kernel may have selected the old SA for packets just before the switch. This time is
-/// shorter than the peer's [`GRACE`].
+/// The kernel may have selected the old SA for packets just before the switch. The peer can open
+/// these packets, because it keeps its inbound SA for longer ([`GRACE`]).
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer has stopped using it, for packets that are still on
 /// their way.
@@ -149,9 +149,9 @@ impl Driver {
                 known,
             } => {
                 if first {
-                    // Epochs alternate between two sets of request ids. Now remove the SAs of the
-                    // epoch before the previous one, because these SAs would match the policies of
-                    // this epoch.
+                    // Epochs alternate between two sets of request ids. SAs from two epochs ago
+                    // therefore have the same request ids as this epoch. Remove these SAs now,
+                    // because they would match the policies of this epoch.
                     let lingering = lingering(&mut self.blocked()?.late);
                     self.apply(&lingering)?;
                 }
@@ -328,9 +328,9 @@ impl Driver {
 
     /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
     /// uses the ports. If connections use them for longer, the ports stay blocked until a later
-    /// process frees them. If the end was not requested and the ports were protected, this function
-    /// does not wait, and the ports stay blocked. Otherwise an attacker who can interrupt a
-    /// connection, or make a peer send garbage, could open the ports.
+    /// process frees them. If neither side requested the end and the ports were protected, this
+    /// function does not wait, and the ports stay blocked. If it freed them in that case, an
+    /// attacker could open them by interrupting the connection or by making a peer send garbage.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,
@@ -343,7 +343,8 @@ impl Driver {
         let mut record = blocked.record;
         if asked {
             // If this process dies before it frees the ports, the line `ended` lets a later process
-            // free them. Without the line, for example on a full disk, they would stay blocked.
+            // free them. Ignore an error, for example on a full disk. It only means that the ports
+            // stay blocked if this process dies.
             let _ = record.end();
         }
         let undo = self.tables.remove_recorded(&mut record)?;
@@ -391,7 +392,7 @@ fn lingering(late: &mut Late) -> Vec<Step> {
 }
 
 /// Removes from `late` the steps that are due, and returns them. If more than `most` steps would
-/// remain, removes and returns the oldest of these too.
+/// remain, it also removes and returns the steps that are due next.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
     let mut count = 0;

@@ -58,7 +58,7 @@ pub(super) enum Ports {
 pub(super) struct Blocked {
     pub(super) record: Record,
     pub(super) parameters: SessionParameters,
-    /// Whether the kernel stores directions of SAs.
+    /// Whether the kernel stores the direction of each SA (`XFRMA_SA_DIR`).
     keeps_directions: bool,
     /// SAs to remove later, and the time of each removal. The earliest is first.
     pub(super) late: Late,

@@ -32,8 +32,8 @@ pub(crate) fn ends(connection: &TcpStream) -> Result<(SocketAddr, SocketAddr), I
     Ok((local, connection.peer_addr().map_err(failed)?))
 }
 
-/// Checks that IPsec policies apply to packets to and from the peer of a connection: the device, or
-/// all devices, may be configured to bypass them.
+/// Checks that IPsec policies apply to packets to and from the peer of a connection. They do not
+/// apply if the device on the route to the peer, or every device, is configured to bypass them.
 pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
     let failed = IpsecError::resources("the device on the route to the peer");
     let device = netdev::name_of(connection).map_err(failed)?;

@@ -8,8 +8,8 @@ use netlink_packet_core::NLM_F_DUMP;
 use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
 use crate::netlink::{Failure, Link, Request, number};
 
-/// How many times to read a list that changes during the read. The last result is used even if it
-/// is inconsistent.
+/// The maximum number of attempts to read a list that changes while it is read. The result of the
+/// last attempt is used even if it is inconsistent.
 const ATTEMPTS: usize = 4;
 
 /// A connection of this host. An IPv4 address has IPv4 form regardless of the socket's family.

@@ -78,7 +78,8 @@ pub(crate) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
         key,
         replay_window,
         encapsulation: one.encapsulation,
-        // Packets that the peer seals are accepted only as TCP between the two hosts.
+        // A packet that the peer has sealed is accepted only if it contains TCP between the two
+        // hosts.
         selector: (one.direction == Direction::In).then(|| xfrm::Selector {
             source: Network::one(one.source),
             destination: Network::one(one.destination),
@@ -115,8 +116,8 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
 }
 
 /// Whether `other` is a policy of another session between the same two hosts, and the only packets
-/// that match both policies go *from* ports of one session *to* ports of the other session. Either
-/// policy seals or blocks these packets, so two sessions with different ports can coexist.
+/// that match both policies go *from* ports of one session *to* ports of the other session. Both
+/// policies seal or block such packets, so two sessions with different ports can coexist.
 pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
     let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;

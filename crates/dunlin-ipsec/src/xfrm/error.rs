@@ -101,8 +101,8 @@ impl Error {
         }
     }
 
-    /// Converts a failure of the operation `doing`. The caller may then refine the error, for
-    /// instance with `of_state`.
+    /// Converts a failure of the operation `doing`. For some operations the caller converts the
+    /// result again to a more specific error, for instance with `of_state`.
     pub(super) fn of(doing: &'static str, why: Failure) -> Self {
         match why {
             Failure::Kernel {
@@ -130,7 +130,7 @@ impl Error {
         }
     }
 
-    /// Refines an error of adding an SA that belongs to `cpu`.
+    /// Converts an error of adding an SA for `cpu` to a more specific error, if there is one.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Self {
         match (self.errno(), self, cpu) {
             (Some(libc::EEXIST), ..) => Self::Taken { what: "SPI" },

@@ -19,9 +19,9 @@
 //! returns is compared and wiped, never passed on.
 //!
 //! netlink-packet-xfrm and netlink-packet-core provide the message layouts and the iteration over
-//! attributes, and netlink-sys provides the socket. Two attributes are too new for
-//! netlink-packet-xfrm; the attribute with the key is encoded here, because netlink-packet-xfrm
-//! would copy keys into memory that is not wiped.
+//! attributes, and netlink-sys provides the socket. This module itself encodes three attributes:
+//! two that netlink-packet-xfrm lacks, and the one with the key, because netlink-packet-xfrm would
+//! copy keys into memory that is not wiped.
 
 mod decode;
 mod encode;

@@ -1,7 +1,7 @@
-//! Detects the kernel's segmentation offload for ESP (`esp4_offload`, `esp6_offload`). The kernel
-//! checks for the offload only when an SA is added. Without the offload, every TCP segment passes
-//! the SA as a packet of its own. The kernel loads these modules automatically only for a network
-//! card that seals ESP.
+//! Detects the kernel's segmentation offload for ESP, in the modules `esp4_offload` and
+//! `esp6_offload`. Without the offload, every TCP segment passes the SA as a packet of its own. An
+//! SA can use the offload only if the module was loaded before the SA was added. The kernel loads
+//! the modules automatically only for a network card that seals ESP.
 
 use std::fs;
 use std::path::Path;

@@ -77,8 +77,8 @@ pub struct State {
     /// The key, used for this SA only.
     pub key: KeyAndSalt,
     /// Inbound: how many packets may overtake a packet before that packet counts as a replay, at
-    /// most [`LONGEST_REPLAY_WINDOW`]. Outbound: 0, or any value if the kernel does not store
-    /// directions ([`Xfrm::probe`](super::Xfrm::probe)).
+    /// most [`LONGEST_REPLAY_WINDOW`]. Outbound: must be 0 if the kernel stores the directions of
+    /// SAs ([`Xfrm::probe`](super::Xfrm::probe)). An older kernel accepts any value.
     pub replay_window: u32,
     /// The UDP encapsulation of ESP (RFC 3948), if the SA has one.
     pub encapsulation: Option<Encapsulation>,
@@ -185,8 +185,8 @@ impl Installed {
     }
 }
 
-/// The packets that a policy or an SA applies to, as on the wire: source and destination are
-/// those of the packet, in either direction.
+/// The packets that a policy or an SA applies to. The source and the destination are those in the
+/// packet's headers, for outbound and inbound packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Selector {
     /// The source addresses.
@@ -280,6 +280,7 @@ pub enum Action {
     },
     /// The packets are dropped.
     Block,
-    /// An action that this crate does not create: packets pass, or need other SAs.
+    /// An action of a policy that this crate did not install: the packets pass without an SA, or
+    /// need SAs of another kind.
     Foreign,
 }
