@@ -124,7 +124,8 @@ fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> HandoffErr
                 at,
                 version,
                 reason: format!(
-                    "alert {alert}; a server that requires a client certificate may send it too"
+                    "alert {alert}; a server can also send this alert if it requires a client \
+                     certificate"
                 ),
             }
         }

@@ -10,8 +10,8 @@ use dunlin_lane::provider::TlsVersion;
 use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
-/// Why a connection was not established or not moved into the kernel, or why an acceptor did not
-/// start.
+/// Why a connection was not established, why the kernel did not take over its TLS, or why an
+/// acceptor did not start.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandoffError {

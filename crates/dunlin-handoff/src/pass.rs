@@ -13,8 +13,8 @@ use dunlin_linux::socket::wait_writable;
 ///
 /// # Errors
 /// `TimedOut` if not all of `payload` could be written before `deadline`; otherwise an error
-/// from [`fdpass::send`]. After an error the receiver may still have the sockets, if part of the
-/// payload was sent.
+/// from [`fdpass::send`]. If part of the payload was sent before the error, the receiver can have
+/// the sockets.
 pub fn send_sockets(
     to: impl AsFd,
     payload: &[u8],

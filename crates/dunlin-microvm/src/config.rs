@@ -130,10 +130,10 @@ pub enum Fill {
     Zero = 0,
     /// Words that do not compress.
     Random = 1,
-    /// About half the pages as with `Random`, the others as with `Zero`, in irregular runs.
+    /// About half the pages are filled like `Random`, the others like `Zero`, in irregular runs.
     Mixed = 2,
-    /// In each 2 MiB, the page in the middle as with `Random` and the others as with `Zero`. This
-    /// is the worst case for huge pages.
+    /// In each 2 MiB, the page in the middle is filled like `Random` and the others like `Zero`.
+    /// This is the worst case for huge pages.
     Sparse = 3,
 }
 

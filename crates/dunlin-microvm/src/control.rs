@@ -12,7 +12,7 @@ use thiserror::Error;
 /// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmState {
-    /// The machine is built or being loaded. It has never run on this host.
+    /// The machine has been built, or its state is being loaded. It has never run on this host.
     Created,
     /// The guest runs.
     Running,
@@ -114,7 +114,8 @@ impl fmt::Display for Stop {
 /// The kind of error that a check in the guest has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCode {
-    /// 1: a page has the wrong number of visits, so it is stale or newer than expected.
+    /// 1: a page counts the guest's passes over it, and the count is wrong. The page is older or
+    /// newer than expected.
     WrongPass,
     /// 2: a page's words do not match its signature.
     WrongContent,
@@ -158,7 +159,7 @@ pub enum ControlError {
     #[error("the machine has not been started")]
     NotStarted,
     /// The throttle percentage would leave the guest no time to run.
-    #[error("throttle {0} % out of range (0–99)")]
+    #[error("a throttle of {0} % is out of range (0–99 %)")]
     Throttle(u8),
 }
 

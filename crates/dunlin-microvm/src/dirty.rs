@@ -35,8 +35,8 @@ impl DirtyLog for KvmLog {
         [false, true].into_iter().try_for_each(|on| self.switch(on))
     }
 
-    /// If reading the log of one region fails, the logs of the regions before it have been reported
-    /// (I5).
+    /// Reading a region's log clears it, so each log is reported before the next region's log is
+    /// read. An error then loses no pages of earlier regions (I5).
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for region in 0..self.0.memory().num_regions() {
             let words = self.0.take_dirty_log(region);

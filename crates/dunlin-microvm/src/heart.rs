@@ -15,8 +15,8 @@ use dunlin_linux::clock::monotonic;
 
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// The longest plausible downtime. If the clocks of two hosts differ by more, the clocks are not
-/// synchronised and the difference is ignored.
+/// The longest plausible downtime. A longer time means that the clocks of the two hosts are not
+/// synchronised; it is treated as zero.
 const CREDIBLE: Duration = Duration::from_secs(24 * 3600);
 
 const BOOT_ID_BYTES: usize = 36;

@@ -144,7 +144,8 @@ impl PageSet {
         }
     }
 
-    /// The words that describe this set in a parameter block before the first visit.
+    /// The words of a parameter block that describe this set, with the values before the guest's
+    /// first visit to a page.
     pub(crate) fn words(&self) -> [u64; 8] {
         let (cursor, left, pass) = (0, self.count, 0);
         [

@@ -30,8 +30,8 @@ const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 pub struct Movable {
     vm: Arc<Vm>,
     memory: Arc<DigestedMemory>,
-    /// If digests are kept, the logs of the writes since the guest resumed here, until
-    /// [`Movable::digests_at_resume`] takes them. Empty if they could not be started.
+    /// The logs of the guest's writes since it resumed here. [`Movable::digests_at_resume`] takes
+    /// them. Empty if no digests are kept, or if the logs could not be started.
     since_resume: Mutex<Vec<Box<dyn DirtyLog>>>,
 }
 
@@ -265,9 +265,9 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
     Err(Refusal {
         fault: FaultCode::DescriptionRefused,
         text: format!(
-            "the source's memory has regions of {theirs:?} bytes, but the machine that it \
-             describes has {ours:?} at the destination: run the same release of the VMM on both \
-             hosts"
+            "the source's memory has regions of {theirs:?} bytes, but a machine with the same \
+             description has regions of {ours:?} bytes at the destination: run the same release of \
+             the VMM on both hosts"
         ),
     })
 }
@@ -287,8 +287,8 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
         fault: FaultCode::NoMemory,
         text: format!(
             "the VM has {memory_bytes} bytes of memory, but the destination's process is limited \
-             to {} ({}, with {swap_bytes} bytes of swap): raise that limit, because the kernel \
-             would kill the process",
+             to {} bytes by {}, with {swap_bytes} bytes of swap: raise that limit, because the \
+             kernel would kill the process",
             limit.bytes,
             limit.file.display()
         ),

@@ -1,20 +1,21 @@
 //! Paces a vCPU's page visits.
 //!
 //! At each beat, a vCPU gets a number of visits and a time to wait before them. The number is
-//! limited so that beats are about a millisecond apart. The guest catches up on at most a few
-//! milliseconds that it lost to a pause or a busy host.
+//! limited so that beats are about a millisecond apart. After a pause, or if the host is busy, the
+//! guest makes up for the visits of at most a few milliseconds.
 
 use std::time::{Duration, Instant};
 
 /// The longest planned wait of a vCPU between two beats.
 pub(crate) const BEAT: Duration = Duration::from_millis(1);
 
-/// Maximum number of visits between two beats. An unpaced guest needs a few hundred microseconds
-/// for them.
+/// Maximum number of visits between two beats. A guest that visits pages as fast as it can needs a
+/// few hundred microseconds for this number of visits.
 const BATCH_LIMIT: u32 = 256;
 
-/// How late a visit may start without delaying the next one. A value below the usual lateness of a
-/// timer would lower the rate. A larger value would allow a burst after a stall.
+/// If a visit starts late by at most this time, the next visit is not delayed. Timers are usually
+/// late, so a much smaller value would lower the rate. A larger value would allow a burst of visits
+/// after a stall.
 const LATENESS: Duration = Duration::from_millis(2);
 
 /// The pace of a vCPU.

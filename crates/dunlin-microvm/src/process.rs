@@ -2,9 +2,9 @@
 //! KVM guest (`guest/workload.S`, which defines a page's content).
 //!
 //! Each thread replaces a vCPU. It sends beats and is paced, throttled and parked like a vCPU, and
-//! reads and checks every page before it writes to it. The thread's own state determines the number
-//! of visits to each page. This state is migrated as the section `visitor`. If these numbers do not
-//! match the memory, the thread finds a wrong page and the machine stops.
+//! reads and checks every page before it writes to it. The thread counts its passes over its pages,
+//! and each page contains the number of passes over it. The count is migrated as the section
+//! `visitor`. If a page's number does not match the count, the machine stops.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -42,7 +42,7 @@ use tsc::{Tsc, read_tsc, write_tsc};
 #[derive(Debug, Error)]
 pub enum SaveError {
     /// The machine is neither paused nor new.
-    #[error("the machine is {0:?}, not paused")]
+    #[error("the machine is {0:?}: only a paused or new machine can be saved")]
     NotPaused(VmState),
     /// KVM could not return a part of the state.
     #[error("cannot read section `{section}` (instance {instance}) from KVM")]

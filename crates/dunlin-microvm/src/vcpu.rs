@@ -146,7 +146,7 @@ fn described(exit: &VcpuExit<'_>) -> String {
         | VcpuExit::Unsupported(_)) => {
             format!("{exit:?}")
         }
-        // The fields of other exits contain the guest's registers.
+        // The fields of all other exits contain the guest's registers, so return only the name.
         exit => {
             let name = format!("{exit:?}");
             let end = name.find(|c: char| !c.is_alphanumeric());

@@ -33,7 +33,8 @@ pub struct Vm {
     description: VmDescription,
     guest: Guest,
     threads: Vec<JoinHandle<()>>,
-    /// Whether the machine was built to be started, and not to be loaded.
+    /// Whether [`Vm::start`] may start the machine. False for a machine that was built from a
+    /// source's description: it waits for [`Vm::load`].
     bootable: bool,
 }
 
@@ -248,13 +249,14 @@ impl Vm {
         &self.description.config
     }
 
-    /// The guest's memory. The logs of [`Vm::dirty_logs`] record the VMM's writes to this object, too.
+    /// The guest's memory. The logs of [`Vm::dirty_logs`] also record what the VMM writes through
+    /// the returned object.
     pub fn memory(&self) -> &Arc<TrackedMemory> {
         &self.common().memory
     }
 
-    /// Writes the initial content of the workload's pages, on all CPUs. Call it before
-    /// [`Vm::start`], because the guest checks this content.
+    /// Writes the initial content of the workload's pages, with one thread for each CPU of the
+    /// process. Call it before [`Vm::start`], because the guest checks this content.
     ///
     /// # Errors
     /// `Started` or `Ended` if the machine is not new.
@@ -353,8 +355,8 @@ impl Vm {
         }
     }
 
-    /// The number of complete passes over all pages: the lowest number of passes of any vCPU over
-    /// any of its page sets.
+    /// The number of times that the guest has visited all pages. Each vCPU counts its passes over
+    /// each of its page sets; the result is the lowest of these counts.
     pub fn full_passes(&self) -> u64 {
         const PASS: u64 = 0x20;
         const COUNT: u64 = 0x08;
@@ -372,8 +374,9 @@ impl Vm {
             .unwrap_or(0)
     }
 
-    /// Returns logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. The
-    /// logs are off. At any time, only the logs of one call may be on.
+    /// Returns dirty logs, which are off. Together they record the writes of the guest and of the
+    /// VMM to [`Vm::memory`]. If this method is called more than once, only the logs of one call
+    /// may be on at the same time.
     pub fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
         let memory = Arc::clone(self.memory());
         match &self.guest {

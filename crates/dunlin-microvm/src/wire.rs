@@ -25,7 +25,7 @@ pub(crate) fn optional_u64(
     }
 }
 
-/// Appends a presence byte, then the value, or zero without a value.
+/// Appends a presence byte, and then the value, or zero if there is no value.
 pub(crate) fn put_optional_u64(writer: &mut Writer<'_>, value: Option<u64>) {
     writer.flag(value.is_some()).u64(value.unwrap_or(0));
 }

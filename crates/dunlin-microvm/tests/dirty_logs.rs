@@ -1,6 +1,6 @@
-//! Runs the conformance test of dirty logs on a machine's logs with each kind of guest, and on
-//! write-protection with a KVM guest. Also tests the log of the memory from 4 GiB on, above the
-//! hole in the guest's addresses.
+//! Runs the conformance test of dirty logs on a machine's own logs, with each kind of guest. Also
+//! runs it on the log by write-protection, with a KVM guest. Also tests the log of the memory from
+//! 4 GiB on, above the hole in the guest's addresses.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

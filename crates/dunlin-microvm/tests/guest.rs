@@ -63,7 +63,8 @@ fn every_workload_on_every_fill_checks_clean() {
 #[test]
 fn memory_on_both_sides_of_the_hole_is_visited() {
     let Some(_turn) = kvm() else { return };
-    // The working set is all of the workload's pages, so it includes the memory above the hole.
+    // The guest's addresses have a hole between 3 and 4 GiB, so the last 16 MiB of memory lie above
+    // 4 GiB. The working set is all of the workload's pages, so it includes these 16 MiB.
     let vm = fresh(Config {
         memory_bytes: (3 << 30) + (16 << 20),
         fill: Fill::Zero,

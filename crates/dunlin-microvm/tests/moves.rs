@@ -38,8 +38,8 @@ fn goes_on(vm: &Vm) {
     }
 }
 
-/// Moves a guest `rounds` times, each time from the last destination to a new one. The number of
-/// lanes takes the values 1 to 8 in turn.
+/// Moves a guest `rounds` times, each time from the previous destination to a new one. The number
+/// of lanes takes the values 1 to 8 in turn.
 fn moves_again_and_again(tls: &Tls, config: Config, rounds: u16, first_lanes: u16) {
     let what = format!(
         "{} MiB {:?}, {} vCPUs, {:?}, filled {:?}",

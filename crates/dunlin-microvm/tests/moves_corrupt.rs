@@ -375,9 +375,9 @@ fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
             moved.destination.unwrap();
             assert!(written.into_inner());
             let there = builder.built.unwrap();
-            // This write gives the page the same content on both hosts. For a page written since
-            // the resume, the destination uses the digest from the page's arrival. So the digests
-            // differ if the source's dirty log has missed the same write at the source.
+            // Now the page has the same content on both hosts. For a page that is written after the
+            // resume, the destination uses the digest of the content that arrived. So the digests
+            // differ if the dirty log missed the write at the source.
             vmm_write(there.vm(), 0, &[2]);
             let theirs = there.digests_at_resume().unwrap();
             let found = differences(&vm.digests().unwrap(), &theirs);

@@ -261,10 +261,10 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     assert_eq!(armed, deadline, "the deadline");
 }
 
-/// Tests the order of the saved sections, which is also the order in which they are loaded. KVM
-/// computes the time until a deadline from the TSC at the moment when the deadline is set, and the
-/// TSC of a new machine can be hours behind the source's. Some KVMs do not keep a TSC that is set,
-/// so this test does not check the delay itself.
+/// Tests that the TSC comes before the deadline in the saved sections. The machine loads the
+/// sections in the order in which they were saved. When KVM sets a deadline, it computes the time
+/// left from the current TSC, and the TSC of a new machine can be hours behind the source's. The
+/// test does not check that time itself, because some KVMs ignore a TSC that is set.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     let Some(_turn) = kvm() else { return };

@@ -25,10 +25,11 @@ const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 /// Minimum age of a client that is evicted because descriptors or memory ran out. A well-behaved
 /// client usually completes its handshake within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
-/// The interval between queries whether receivers have read the lines of text that were sent with
+/// How often the acceptor checks whether receivers have read the lines of text that it sent with
 /// sockets. No event reports that a line has been read. When a new client of a hand-off name
-/// arrives, the acceptor queries that name's receiver immediately. The interval therefore delays
-/// only the close of connections. A shorter interval would wake the process more often.
+/// arrives, the acceptor checks that name's receiver immediately. The interval therefore delays
+/// only the close of the acceptor's connections to receivers. A shorter interval would wake the
+/// process more often.
 const RECEIVERS_STEP: Duration = Duration::from_secs(1);
 
 const WAKE: u64 = u64::MAX;
@@ -101,7 +102,7 @@ impl AcceptLoop {
     /// epoll failed.
     fn serve(&mut self) -> io::Result<bool> {
         let deadlines = self.clients.values().map(|client| client.deadline);
-        // Only this thread begins hand-overs, so none begins while it waits.
+        // Only this thread begins hand-overs, so the result stays valid while the thread waits.
         let is_any_in_flight = !lock(&self.shared.state).handovers.is_empty();
         let query = is_any_in_flight.then_some(self.next_query);
         let next = deadlines.chain(self.paused_until).chain(query).min();
@@ -231,8 +232,9 @@ impl AcceptLoop {
                     return;
                 };
                 let (from, name) = (client.from, client.name.clone());
-                // Remove the socket explicitly. Otherwise epoll reports it until its last descriptor
-                // in any process is closed, and the receiver gets a descriptor of it.
+                // Remove the socket from epoll explicitly. Closing this process's descriptor would
+                // not suffice: the receiver gets another descriptor of the socket, and epoll
+                // reports the socket until all of its descriptors are closed.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }

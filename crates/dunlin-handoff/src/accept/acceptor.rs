@@ -43,7 +43,8 @@ impl Acceptor {
         options: Options,
         observer: impl Observer<Event> + 'static,
     ) -> Result<Self, HandoffError> {
-        // Linux 5.1 added both TLS 1.3 and this cipher to kernel TLS.
+        // One probe is enough: Linux 5.1 added both TLS 1.3 and this cipher to kernel TLS, which
+        // had only TLS 1.2 with AES-128-GCM before.
         match abilities(CipherSuite::Aes256Gcm) {
             Err(refused) if options.backend.is_none() => return Err(refused.into()),
             Err(refused) => observer.event(&Event::NoKernelTls(refused)),

@@ -47,10 +47,12 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
 }
 
 /// Runs `work` for a client of the name `index`, in a new thread because the receiver may be slow.
-/// In its second argument, `work` stores the connection on which it passes a socket. If the client
-/// is over the limit, the third argument is the refusal. If too many refused clients already have a
-/// thread, the client is refused without one. Hand-overs are counted per name, so that the receiver
-/// of one name does not delay other names.
+/// In its second argument, `work` stores the connection on which it passes a socket.
+///
+/// Hand-overs are counted per name, so that the receiver of one name does not delay other names. If
+/// the name has too many, the client is refused: `work` gets the refusal as its third argument and
+/// sends an alert. If too many such alerts are already under way, `work` does not run, and the
+/// client is refused without an alert.
 fn begin<W>(shared: &Arc<Shared>, index: usize, from: SocketAddr, work: W)
 where
     W: FnOnce(&Shared, &mut Option<UnixStream>, Option<Refusal>) -> Result<Event, Refusal>
@@ -291,8 +293,9 @@ mod tests {
             take(slow);
         }
         // Even if no further client arrives, the accepting thread closes a connection after the
-        // receiver has read the line. It sets the timeout for this before each wait. In this test
-        // another thread begins the hand-overs during a wait, so wake the accepting thread.
+        // receiver has read the line. While connections are open, it limits each of its waits, so
+        // that it checks them in time. In this test another thread begins the hand-overs during an
+        // unlimited wait, so wake the accepting thread.
         acceptor.shared.waker.wake();
         until("the connections are closed", || {
             lock(&acceptor.shared.state).handovers.is_empty()

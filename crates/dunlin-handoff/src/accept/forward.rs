@@ -246,7 +246,7 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
     }
 }
 
-/// The state of a forwarded client that decides whether it is evicted.
+/// What decides whether a forwarded client is evicted.
 #[derive(Clone, Copy, Debug)]
 struct Activity {
     number: u64,

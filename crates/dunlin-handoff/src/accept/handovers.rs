@@ -1,5 +1,6 @@
-//! The hand-overs of one name, while they are in flight. A hand-over ends when the receiver has
-//! read the line and the socket, or has closed the connection, or when the client is refused.
+//! The hand-overs of one name, while they are in flight. The receiver gets the socket and a line of
+//! text that describes it. A hand-over ends when the receiver has read both or has closed the
+//! connection, or when the client is refused.
 //!
 //! ```text
 //!   admitted ─▶ a thread: keys, line, socket ─▶ the line is unread ─▶ ended
@@ -62,7 +63,7 @@ impl Handovers {
         self.unread.extend(passed);
     }
 
-    /// Closes the connections of lines that have been read.
+    /// Closes the connections on which the receiver has read the line and the socket.
     pub(super) fn close_read(&mut self) {
         // The query does not fail for a unix socket. An error counts as read, because otherwise the
         // connection would never end.

@@ -91,24 +91,24 @@ pub struct Limits {
     pub forwarded: usize,
     /// Timeout for connecting to the backend.
     pub connect_timeout: Duration,
-    /// Maximum number of hand-overs for one name that are in flight: from the end of the handshake
-    /// until the receiver has read the line, or has closed its connection. Each takes a thread and two
-    /// descriptors until the line is sent, and then one descriptor.
+    /// Maximum number of unread hand-overs for one name. A hand-over counts from the end of the
+    /// handshake until the receiver has read the line or has closed its connection. Each hand-over
+    /// takes a thread and two descriptors until the line is sent, and after that one descriptor.
     pub handovers: usize,
 }
 
 /// The default of [`Limits::handovers`], the number of unread sockets for one name. The kernel
-/// rejects a socket if one user already has more sockets in flight, for all names together, than
-/// its limit of open files, usually 1,024 (unix(7)). So 32 for each name suffice for about 30 names
-/// if no receiver reads. A receiver such as QEMU with 16 multifd channels can pause without a
-/// loss. The drawback is that a receiver that pauses loses all but 32 clients of a burst; a higher
-/// number leaves room for fewer names.
+/// limits the unread sockets of one user, for all names together, to the process's limit of open
+/// files, usually 1,024 (unix(7)). With 32 for each name, about 30 names fit even if no receiver
+/// reads. QEMU with 16 multifd channels can stop reading for a while and still gets all 16 sockets.
+/// The drawback: if more than 32 clients arrive while a receiver does not read, the others are
+/// refused. A higher number would leave room for fewer names.
 const HANDOVERS: usize = 32;
 
 impl Default for Limits {
     /// Limits for a process with 1,024 descriptors. A pending client takes one descriptor, a
-    /// forwarded client eight, and an unread hand-over one. This leaves room for three names with
-    /// receivers that read nothing.
+    /// forwarded client eight, and an unread hand-over one. At most 896 descriptors are in use for
+    /// pending and forwarded clients. The others suffice for the unread hand-overs of three names.
     fn default() -> Self {
         Self {
             pending: 128,
@@ -202,7 +202,7 @@ pub enum Refusal {
         source: io::Error,
     },
     /// There are already [`Limits::handovers`] sockets of this name that the receiver has not read.
-    #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept them")]
+    #[error("limit of unread sockets reached ({0}): check why the receiver does not read them")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]

@@ -14,7 +14,7 @@ pub enum ProxyHeader {
 
 /// The signature of version 2.
 const SIGNATURE: [u8; 12] = *b"\r\n\r\n\0\r\nQUIT\n";
-/// Version 2, command PROXY.
+/// The byte of a header of version 2 that states the version and the command PROXY.
 const PROXY: u8 = 0x21;
 const STREAM_OVER_IPV4: u8 = 0x11;
 const STREAM_OVER_IPV6: u8 = 0x21;

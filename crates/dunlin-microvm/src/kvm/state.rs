@@ -68,7 +68,8 @@ impl MachineState {
     }
 }
 
-/// Size of `struct kvm_xsave` before Linux 5.17, in bytes. Since then it is the minimum size.
+/// Size of `struct kvm_xsave` in bytes, before Linux 5.17. From Linux 5.17 on, the structure has at
+/// least this size.
 pub(super) const XSAVE_BYTES: usize = 4096;
 
 const READ: u32 = 2;
@@ -92,9 +93,9 @@ const fn of_bytes(bytes: usize, get: u32, set: u32) -> Interface {
     }
 }
 
-/// Calls an ioctl with a buffer that starts with `given`, and returns the buffer's content
-/// afterwards. The ioctl transfers at most `bytes` bytes. The buffer has the alignment of KVM's
-/// most strictly aligned structure.
+/// Calls an ioctl with a buffer that starts with `given`. Returns the buffer's content after the
+/// call. The ioctl transfers at most `bytes` bytes. The buffer has the alignment of KVM's most
+/// strictly aligned structure.
 pub(super) fn exchange(
     fd: RawFd,
     ioctl: libc::c_ulong,

@@ -15,7 +15,7 @@ pub(super) const TSC: &str = "vcpu.tsc";
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The machine has already run, been loaded or ended.
-    #[error("cannot load a state into this machine")]
+    #[error("cannot load a state into this machine: only a new, unused machine can load one")]
     Control(#[from] ControlError),
     /// A required section is missing, so the source is at fault.
     #[error("section `{section}` (instance {instance}) is missing")]

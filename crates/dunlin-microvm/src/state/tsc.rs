@@ -71,8 +71,8 @@ pub(super) fn write_tsc(
             Err(error) => return Err(refused(error)),
         }
     }
-    // KVM cannot offset the TSC. This is harmless if the TSC is not behind its saved value, as
-    // between two machines on one host.
+    // KVM cannot offset the TSC. This is harmless if the TSC is not behind its saved value. For
+    // example, it is not behind if both machines are on one host.
     match source.guest_tsc.checked_sub(now) {
         None | Some(0) => Ok(()),
         Some(by) => Err(LoadError::TscWouldGoBack { instance, by }),

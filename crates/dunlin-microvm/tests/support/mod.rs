@@ -76,8 +76,8 @@ pub fn guest_tscs(vm: &Vm) -> Vec<u64> {
         .collect()
 }
 
-/// Returns CLOCK_MONOTONIC at the last beat of a paused machine. In the section `heart`, this time
-/// follows the largest gap (8 bytes) and a flag (1 byte).
+/// Returns CLOCK_MONOTONIC at the last beat of a paused machine. The value is at byte 9 of the
+/// section `heart`, after the largest gap (8 bytes) and a flag (1 byte).
 pub fn last_beat_ns(vm: &Vm) -> u64 {
     let sections = vm.save().unwrap();
     let heart = sections.iter().find(|section| section.name == "heart");

@@ -129,7 +129,7 @@ fn i7_bytes_of_either_side_keep_a_client_and_the_idle_client_is_evicted() {
         let mut all = state.forwarded.values().map(|one| one.activity());
         all.nth(at).unwrap()
     };
-    // The count of forwarded bytes changes only after the bytes were forwarded, so wait for it.
+    // The acceptor counts bytes only after it has forwarded them, so wait until they are counted.
     until("bytes after the hello", || {
         (0..3).all(|at| activity(at).has_sent_more)
     });
