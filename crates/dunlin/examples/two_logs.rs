@@ -24,7 +24,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 const RANGES: [(GuestAddress, usize); 2] =
     [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 4 << 20)];
 const PAGES: [u64; 2] = [(8 << 20) / 4096, (4 << 20) / 4096];
-/// The guest writes to the start of each page, the device to this offset.
+/// The device writes at this offset in a page. The guest writes at the start of a page.
 const DEVICE_OFFSET: u64 = 2048;
 
 /// A VM on either host.

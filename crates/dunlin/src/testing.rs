@@ -118,8 +118,8 @@ pub enum Violation {
     /// A write was reported neither by a fetch that ran at the time of the write nor by the first
     /// fetch that began after the write. A migration would have left the page stale.
     #[error(
-        "DirtyLog::fetch promises that every write before it has been reported; pages written and \
-         not reported: {pages}, the first is page {page} of region {region}"
+        "DirtyLog::fetch promises to report every earlier write; pages written and not reported: \
+         {pages}, the first is page {page} of region {region}"
     )]
     Missed {
         /// The region's position in the table.

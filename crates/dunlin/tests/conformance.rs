@@ -131,7 +131,7 @@ enum Fault {
     SaveWrites,
     /// The built VM runs before it is resumed.
     BuildRuns,
-    /// The VM stays paused after it is resumed.
+    /// A call of `resume` leaves the VM paused.
     ResumeIdles,
     /// The source's VM is resumed instead of destroyed.
     DestroyIdles,
@@ -359,7 +359,7 @@ fn every_broken_contract_is_reported_with_its_method() {
     for (fault, sentence) in [
         (
             Fault::LogForgets,
-            "DirtyLog::fetch promises that every write before it has been reported; ",
+            "DirtyLog::fetch promises to report every earlier write; ",
         ),
         (
             Fault::LogKeeps,

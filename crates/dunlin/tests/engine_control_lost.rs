@@ -106,8 +106,8 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
             report.lanes_lost <= most,
             "{point:?} {fault:?} {with_lane} {events:?}"
         );
-        // No iteration starts again from all pages. After the first, each iteration sends only the
-        // pages that the guest wrote to and those that were in flight on a lost lane.
+        // Only the first iteration sends all pages. Each later iteration sends the pages to which
+        // the guest wrote, and the pages that were in flight on a lost lane.
         let most = scene.hot_pages + report.pages_again;
         assert!(
             report.iterations[1..].iter().all(|one| one.pages <= most),

@@ -207,8 +207,8 @@ fn i2_one_value_serves_one_session_after_another() {
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
-/// While one `Listener` value waits for an offer, a value that is between two sessions gets none.
-/// If a value is dropped, the offer that waited for it goes to another value.
+/// An offer goes to a `Listener` value that waits for one, not to a value that is between two
+/// sessions. If a value is dropped, the offer that waited for it goes to another value.
 #[test]
 fn i2_no_offer_is_lost_to_a_value_that_receives_no_more() {
     let (client, server) = tls();
@@ -403,8 +403,8 @@ fn i2_cancelling_one_session_leaves_the_others() {
     }
 }
 
-/// The control lane breaks after *commit*. When the source then asks for the outcome, the
-/// listener's only session has ended and the last clone of the listener has been dropped.
+/// The control lane breaks after *commit*. Before the source can ask for the outcome, the
+/// listener's only session ends and the last clone of the listener is dropped.
 #[test]
 fn i1_a_listener_answers_for_a_vm_until_its_source_has_released_it() {
     let (client, server) = tls();

@@ -237,8 +237,8 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
         (
             "the offset in the file is ignored",
             |memory, index, found| {
-                // Scan the first region instead of the region `index`. The first region begins at
-                // the file's start, where a scan that ignores the offset begins.
+                // A scan that ignores a region's offset in the file begins at the file's start. The
+                // first region begins there, so scan it instead of the region `index`.
                 let length = memory.regions()[index].length;
                 memory.ranges_to_send(0, &mut |range| {
                     if range.start < length {

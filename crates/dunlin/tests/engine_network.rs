@@ -79,7 +79,7 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
     let options = destination::Options::default();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let proxy = Proxy::start(receiving.address);
-    // The first data lane carries no bytes.
+    // The proxy forwards no bytes of the first data lane.
     proxy.hold(1, 0);
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);

@@ -236,7 +236,8 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         }
     }
     let renewed = of(site.host(SOURCE));
-    // A late control lane of the session's own peer is refused as malformed.
+    // If the session's own peer repeats its first offer, with the same epoch, the offer is refused
+    // as malformed.
     match Peer::source(to, &renewed, LaneSecurity::Tls).1 {
         Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
         other => panic!("{other:?}"),

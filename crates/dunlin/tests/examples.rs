@@ -1,5 +1,5 @@
 //! Tests that the examples print what they should. `cargo test` builds the examples with the tests.
-//! If its arguments select single tests, run `cargo build --examples` first.
+//! If the arguments of `cargo test` select single tests, run `cargo build --examples` first.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;

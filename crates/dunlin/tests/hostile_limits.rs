@@ -102,7 +102,7 @@ fn say(line: &str) {
     std::io::stdout().flush().unwrap();
 }
 
-/// A role under a limit of the shell's `ulimit`.
+/// A separate process that runs one role. The shell's `ulimit` limits its descriptors or memory.
 struct Limited {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,

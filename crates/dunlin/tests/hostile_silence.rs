@@ -51,8 +51,8 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     }
 }
 
-/// Answers pings and sends nothing else until the peer disconnects. One wait for a message may end
-/// before the peer's limit does, so a second wait follows.
+/// Answers pings and sends nothing else until the peer disconnects. Waits twice, because the first
+/// wait can time out before the peer reaches its own time limit and disconnects.
 fn only_answer(peer: &mut Peer) {
     while peer.receive().is_some() {}
     let _ = peer
@@ -216,8 +216,8 @@ fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     assert!(vm.goes_on());
 }
 
-/// A source that has sent everything and does not commit: the VM does not run at the
-/// destination, and an operator can cancel there.
+/// A source has sent everything and does not commit. The VM does not run at the destination, and
+/// an operator can cancel the migration there.
 #[test]
 fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     let (client, server) = tls();

@@ -19,8 +19,8 @@ use super::fault::Fault;
 use super::journal::Role;
 use super::sync::{Condvar, Mutex, lock, wait};
 
-/// After this long without a message the control lane counts as lost. Each side's option
-/// `silence_limit` overrides it on that side.
+/// After this long without a message, a side treats the control lane as lost. The side's option
+/// `silence_limit` replaces this default.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// The reader sends a ping after each 1/5 of the silence limit without a message. A peer that
 /// answers one ping late therefore does not count as silent.

@@ -23,7 +23,7 @@ pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
     reader: JoinHandle<()>,
     pub(super) terms: ControlTerms,
-    /// Whether the session has taken the report that `lane` has ended.
+    /// Whether the reader's report that `lane` has ended has reached the session.
     ended: Cell<bool>,
 }
 
@@ -76,7 +76,7 @@ impl ControlLink {
         self.terms.selection.features.contains(Features::VERIFY)
     }
 
-    /// Whether the session has taken the report that the lane has ended.
+    /// Whether the reader's report that the lane has ended has reached the session.
     pub(super) fn has_ended(&self) -> bool {
         self.ended.get()
     }

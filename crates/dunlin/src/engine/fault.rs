@@ -21,8 +21,8 @@ pub enum VmIs {
     /// nowhere else, so its VMM may repair the cause and resume it.
     StuckAtSource,
     /// The source began to send *commit*, and no answer showed which side has the VM. The VM is
-    /// paused at the source and may run at the destination. Keep it paused, keep the process
-    /// alive, and use [`MigrateError::doubt`](super::MigrateError::doubt).
+    /// paused at the source and possibly runs at the destination. Keep the source's copy paused,
+    /// keep the process alive, and use [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
     /// The VM ran, or may have run, at the destination and no longer does. The source has its
     /// copy, paused as it was at the switchover. An operator decides whether to resume

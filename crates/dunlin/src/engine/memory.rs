@@ -81,8 +81,8 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
                 let length = usize::try_from(mapped.len()).map_err(io::Error::other)?;
                 pagemap::populated(&self.slice(index, 0, length)?, found)
             }
-            // The page table does not show which pages read as zeros: a page without an entry has
-            // the file's content.
+            // The page table does not show the holes: a page without an entry has the file's
+            // content, which need not be zero.
             (true, Some(_)) => Err(unsupported("private mapping of a file")),
             // The page table does not show the holes: it has no entry for pages that are swapped
             // out or that another process has written.

@@ -45,8 +45,8 @@ pub struct Iteration {
     pub dirtied_pages: u64,
     /// Bytes that the data lanes wrote to their sockets during the iteration.
     pub wire_bytes: u64,
-    /// Expected downtime if the guest were paused at the end of the iteration; for the last
-    /// iteration, the expectation of the previous one.
+    /// Expected downtime if the guest were paused at the end of the iteration. The last iteration,
+    /// during which the guest is paused, has the value of the iteration before it.
     pub predicted_downtime: Duration,
     /// How much the guest was throttled, in percent.
     pub throttle: u8,
@@ -58,8 +58,8 @@ pub struct Iteration {
 pub struct Downtime {
     /// From the call of `SourceVm::pause` until its return.
     pub pause: Duration,
-    /// From the return of `SourceVm::pause` until every lane has ended, or is lost and all of its
-    /// chunks are confirmed.
+    /// From the return of `SourceVm::pause` until no data lane has anything left to send. Then each
+    /// has sent its end, or is lost and all of its chunks are confirmed.
     pub last_pages: Duration,
     /// Time to deactivate the VM, and to save and send its state. It overlaps with `last_pages`.
     pub state: Duration,
@@ -147,8 +147,8 @@ pub enum Event {
         /// Percent; 0 is full speed.
         percent: u8,
     },
-    /// The journal has synced this record to disk. Without a journal, the session has only reached
-    /// this state.
+    /// The session has reached the state that this record names. If the session has a journal on
+    /// disk, the record is synced.
     Recorded(SourceRecord),
     /// The guest is paused.
     Paused,

@@ -11,7 +11,7 @@ use dunlin_proto::fault::FaultCode;
 use super::fault::{Fault, OrFault};
 use super::host::Host;
 
-/// CPU time of ended threads, shared by all threads of a session.
+/// The total CPU time of a session's ended threads. Each thread adds its own time when it ends.
 #[derive(Clone, Default)]
 pub(super) struct CpuTime(Arc<AtomicU64>);
 

@@ -33,7 +33,7 @@ pub enum TuneError {
     /// At this rate no data would ever arrive.
     #[error("a migration at rate 0 would never finish; remove the cap instead")]
     Zero,
-    /// The last pass, which has its own cap, has begun, or the migration has ended.
+    /// The migration has ended, or its last pass has begun. The last pass has its own cap.
     #[error("too late to change the rate: pre-copy has ended")]
     TooLate,
 }
@@ -65,7 +65,7 @@ impl Tune {
     }
 
     /// Passes each later change to `apply`. If the cap was changed before this call, first passes
-    /// the last of the earlier changes.
+    /// the newest of those changes.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
         if let State::Pending(rate) = &*state {

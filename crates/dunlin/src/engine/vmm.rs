@@ -113,7 +113,7 @@ pub enum RunState {
     Paused,
     /// The guest powered itself off.
     PoweredOff,
-    /// The guest reset, crashed or was stopped by a failure, for this reason.
+    /// The guest was reset, has crashed, or was stopped by a failure. The text is the reason.
     Stopped(String),
 }
 
@@ -194,7 +194,7 @@ pub trait SourceVm: Send + Sync {
 
     /// Saves the CPU and device state of the paused guest: at most 4096 sections of
     /// just under 1 MiB each, and 32 MiB in total. Must not write guest memory, because
-    /// its last pages are being sent at the same time.
+    /// the engine sends the last pages of this memory at the same time.
     ///
     /// # Errors
     /// The migration fails and the guest resumes.
@@ -214,7 +214,7 @@ pub trait SourceVm: Send + Sync {
     /// the source.
     ///
     /// # Errors
-    /// The guest stays paused. The error is reported as that of [`SourceVm::resume`].
+    /// The guest stays paused. The engine reports the error like one of [`SourceVm::resume`].
     fn reactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }

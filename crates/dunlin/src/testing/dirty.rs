@@ -2,8 +2,8 @@
 //!
 //! If a log misses a page, that page is stale at the destination, perhaps in only one
 //! migration out of many. The test does what a migration does: it copies all memory while
-//! the guest writes, then repeatedly the pages that the log reports. Whenever the guest is
-//! paused, memory must equal the copy.
+//! the guest writes. After that, it repeatedly copies the pages that the log reports. Whenever
+//! the guest is paused, memory must equal the copy.
 
 use std::io;
 

@@ -20,8 +20,8 @@ pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Vi
     std::thread::sleep(effort.between * effort.fetches);
     let moment = Moment::of(&*source, effort)?;
 
-    // A section that differs after each load depends on the time of the load: it contains, for
-    // example, the start of a timer.
+    // Load and save the same state twice. A section that differs between the two depends on the
+    // time of the load: it contains, for example, the start of a timer.
     let again = load_and_save(vmm, &*source, &moment)?;
     let once_more = load_and_save(vmm, &*source, &moment)?;
     let mut unsteady = moment.unsteady.clone();
@@ -99,7 +99,8 @@ impl Moment {
         })
     }
 
-    /// Builds the VM and loads this moment into it.
+    /// Builds the VM that `source` describes, and loads the memory and sections of this moment into
+    /// it.
     pub(super) fn load(
         &self,
         vmm: &mut dyn Vmm,

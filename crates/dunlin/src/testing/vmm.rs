@@ -1,4 +1,4 @@
-//! All checks of a VMM in one.
+//! One function that runs all checks of a VMM.
 
 use super::arrival::check_arrival;
 use super::control::check_control;
@@ -16,12 +16,12 @@ pub struct Conformance {
     /// Whether the VMM can throttle the guest.
     pub throttles: bool,
     /// Names of the sections with content that changes while the guest is paused or after
-    /// each load, such as clocks and timers. The check cannot tell whether these are
-    /// loaded as they were saved, so there should be few.
+    /// each load, such as clocks and timers. The check cannot compare their loaded content
+    /// with the saved content, so there should be few.
     pub unsteady: Vec<String>,
 }
 
-/// Tests everything that a VMM implements. Needs as much memory as four of its VMs.
+/// Tests everything that a VMM implements. Needs the memory of four VMs that `vmm` starts.
 ///
 /// # Errors
 /// The first [`Violation`].

@@ -147,8 +147,8 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// A chunk contains the same pages twice, raw and as zeros. The chunk overwrites only pages
-/// of the VM that its source sends.
+/// A hostile chunk contains the same pages twice, raw and as zeros. This does no harm: the chunk
+/// writes only to memory of the VM that its source sends.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
     let _alone = alone();
@@ -220,8 +220,8 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let mut chunk = Vec::new();
     ChunkHeader::encode(0, 1, &[range; MAX_RANGES_PER_CHUNK], &mut chunk).unwrap();
     lane.send(&chunk).unwrap();
-    // When the process has used CPU time, the lane's thread is at work, because this thread only
-    // waits.
+    // Wait until the process has used CPU time. Then the lane's thread has begun to clear memory,
+    // because this thread uses almost none.
     let (limit, before) = (Instant::now() + Duration::from_secs(20), cpu_ticks());
     while cpu_ticks() < before + 10 {
         assert!(Instant::now() < limit, "the chunk is not being worked on");

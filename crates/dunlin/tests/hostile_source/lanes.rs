@@ -94,7 +94,8 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     receiving.finish(false).0.err().unwrap();
 }
 
-/// Opens and closes many more lanes in total than may be open at the same time.
+/// Opens and closes lanes one after the other. Their total number far exceeds the number of lanes
+/// that may be open at the same time.
 ///
 /// Claim P6 of docs/security.
 #[test]

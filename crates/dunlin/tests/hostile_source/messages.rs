@@ -96,7 +96,7 @@ fn i7_counts_that_lie_end_the_session() {
             liar.into()
         });
     }
-    let text = "does not match the source's";
+    let text = "but the source announced";
     refused_by_destination(
         "final: a section that never came",
         MALFORMED,
@@ -131,7 +131,7 @@ fn i7_counts_that_lie_end_the_session() {
     refused_by_destination(
         "section: 4097 of them",
         MALFORMED,
-        "state over the limit",
+        "state is over the limit",
         |victim| {
             let mut liar = victim.liar();
             for _ in 0..=4096 {
@@ -245,7 +245,7 @@ fn i1_i2_lies_after_running_change_nothing() {
 /// Claim P7 of docs/security.
 #[test]
 fn i7_i8_more_state_than_the_bound_ends_it() {
-    let over = "state over the limit";
+    let over = "state is over the limit";
     refused_by_destination("section: more than 32 MiB", MALFORMED, over, |victim| {
         let mut liar = victim.liar();
         let section = section(1_000_000);

@@ -60,7 +60,7 @@ pub(super) struct Held {
 pub(super) struct Accepting(pub(super) Waker);
 
 impl Accepting {
-    /// Stops the thread now.
+    /// Stops the thread, even if other clones of this handle exist.
     pub(super) fn stop(&self) {
         self.0.wake();
     }
@@ -75,9 +75,9 @@ impl Drop for Accepting {
 /// The outcome of a session that is not in progress.
 struct Outcome {
     state: Destination,
-    /// The session's journal file, locked while the VM's process lives, so that no other process
-    /// considers the VM dead. `None` if the session has no record or was released, or if the VM has
-    /// moved on to another host.
+    /// The session's journal file. It is locked while the VM's process lives; without the lock,
+    /// another process would consider the VM dead. `None` if the session has no record, if the
+    /// source has released the VM, or if the VM has moved on to another host.
     journal: Option<SessionJournal>,
 }
 

@@ -158,9 +158,9 @@ impl<'a> Arriving<'a> {
                 self.session
                     .warn("too late to cancel: the VM is here".into());
             }
-            // These actions need no code here. `resume_control` closes old control lanes when it
+            // Other code executes these actions. `resume_control` closes old control lanes when it
             // adopts a new one. `Settled` removes the record of a *released* session. `perform`
-            // drains. The phases execute the others.
+            // applies the drained messages. Each phase executes its own of the remaining actions.
             Do::CloseOld
             | Do::Forget
             | Do::Drain

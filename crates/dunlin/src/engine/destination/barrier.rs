@@ -2,9 +2,10 @@
 //!
 //! The session's thread and the lane threads share the state of the lanes: which lanes are open,
 //! which marks they have reached, and what must be acknowledged. The barrier's lock guards that
-//! state. A lane at a mark waits until every other lane has reached the mark, has ended or is fenced.
-//! The wait also ends if the lane itself is fenced or the session ends. `engine/interleavings`
-//! checks, in many orders of the threads, that no lane passes a mark too early or misses its wake-up.
+//! state. A lane at a mark waits until every other lane has reached the mark, has ended or is
+//! fenced. The wait also ends if the lane itself is fenced or the session ends.
+//! `engine/interleavings` checks, in many orders of the threads, that no lane passes a mark too
+//! early or misses its wake-up.
 
 use std::collections::BTreeMap;
 
@@ -58,8 +59,8 @@ impl IterationBarrier {
         Ok(())
     }
 
-    /// Interrupts the blocking call of one lane's thread. The caller has already marked the lane as
-    /// closing, which ends a wait at a mark.
+    /// Interrupts the blocking call of one lane's thread. If the lane waits at a mark instead, the
+    /// wait has already ended, because the caller has recorded that the lane is closing.
     pub(in crate::engine) fn cut(&self, lane: u16) {
         if let Some(interrupt) = lock(&self.state).interrupts.get(&lane) {
             interrupt();
@@ -108,8 +109,8 @@ impl IterationBarrier {
         noted
     }
 
-    /// Waits at the mark of `iteration`, received on `lane`, for every other lane. Returns false if
-    /// the lane is given up during the wait.
+    /// Handles the mark of `iteration` on `lane`: waits until no other lane is still before this
+    /// mark. Returns false if `lane` is given up during the wait.
     pub(in crate::engine) fn pass(
         &self,
         lane: u16,

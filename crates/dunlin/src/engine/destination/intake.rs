@@ -142,7 +142,7 @@ impl Arriving<'_> {
         let receiver = admitted.map_err(|error| (error.fault(), error.to_string()))?;
         if open.version != selection.version {
             let text = format!(
-                "the lane has version {}, the session {}",
+                "the lane has protocol version {}, but the session has version {}",
                 open.version, selection.version
             );
             return Err((FaultCode::VersionMismatch, text));

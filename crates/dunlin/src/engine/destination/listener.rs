@@ -28,7 +28,7 @@ use super::waiting::Describing;
 /// to a thread. A source is refused as *busy* if all `N` are receiving a VM, or if the offered VM
 /// is already arriving. If one of the `N` has no call in progress and all others are receiving a
 /// VM, the one without a call keeps one offer for its next call. Drop a clone that will receive no
-/// more VMs: an offer that it keeps then goes to a free clone, or is refused.
+/// more VMs. When it is dropped, the offer that it keeps goes to a free clone, or is refused.
 ///
 /// A session that hangs or fails, or a peer that floods a session, does not delay the others. New
 /// connections use the newest settings ([`ServerTls::replace`]), in every session.
@@ -99,8 +99,8 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
-    /// Passes an offer that waits for this slot to another slot. Dropping the last handle closes
-    /// the listener, unless a source still has to confirm a release.
+    /// If an offer waits for this slot, gives the offer to another slot. Dropping the last handle
+    /// closes the listener, unless a source still has to confirm a release.
     fn drop(&mut self) {
         self.0.router.close(self.0.slot);
         // If the count is 1, this is the only reference, so no other thread can clone it.

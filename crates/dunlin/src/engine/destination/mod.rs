@@ -135,8 +135,9 @@ impl<'a> Incoming<'a> {
         listener::receive(session, builder, &self.cancel)
     }
 
-    /// Accepts for several sessions on this one listener, with these options and this host. Each
-    /// [`Listener::receive`] has its own observer and cancellation; those set here are not used.
+    /// Accepts connections for several sessions on this one listener, with these options and this
+    /// host. Each [`Listener::receive`] has its own observer and its own [`Cancel`]. The observer
+    /// and the `Cancel` of this `Incoming` are not used.
     ///
     /// # Errors
     /// No thread or descriptor was available.
@@ -145,9 +146,9 @@ impl<'a> Incoming<'a> {
             .map_err(|fault| fault.into_error(VmIs::AtSource))
     }
 
-    /// Receives no VM. Until it is cancelled, answers sources that ask for the outcome of an
-    /// earlier session, from the journal in the options. [`Incoming::run`] answers them too. The
-    /// observer gets no events.
+    /// Receives no VM. Answers sources that ask for the outcome of an earlier session, from the
+    /// journal in the options, until the [`Cancel`] is cancelled. [`Incoming::run`] answers such
+    /// sources too. The observer gets no events.
     ///
     /// # Errors
     /// The listener failed, or no descriptor was available.

@@ -159,10 +159,11 @@ impl OptionsBuilder {
     }
 
     /// The session ends if the source sends no chunk, mark or new control message for this long,
-    /// even if it answers pings. The limit exists because during a session its
-    /// [`Incoming`](super::Incoming), or its clone of a [`Listener`](super::Listener), can receive
-    /// no other VM. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
-    /// than [`SourceVm::hold`](crate::engine::vmm::SourceVm::hold) may block at the source.
+    /// even if it answers pings. The limit exists because a session occupies an
+    /// [`Incoming`](super::Incoming), or one clone of a [`Listener`](super::Listener): during the
+    /// session it can receive no other VM. Set the limit longer than a chunk (256 KiB) takes at the
+    /// source's rate cap, and longer than
+    /// [`SourceVm::hold`](crate::engine::vmm::SourceVm::hold) may block at the source.
     /// Default: 300 s.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
         self.0.idle_limit = idle_limit;

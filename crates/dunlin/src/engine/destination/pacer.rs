@@ -9,7 +9,7 @@ use dunlin_proto::shares::{Claim, Shares};
 use super::super::sync::{Condvar, Mutex, lock, wait};
 use super::super::threads::nanos;
 
-/// How often a waiting lane checks whether it must end.
+/// A waiting lane checks at least once in this time whether it must end.
 const CHECK: Duration = Duration::from_millis(50);
 
 /// A rate cap that several sessions share.

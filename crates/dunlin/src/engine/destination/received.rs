@@ -45,8 +45,8 @@ pub enum DestinationEvent {
     },
     /// The source has replaced the control lane.
     ControlResumed,
-    /// The journal has synced this record to disk. Without a journal, nothing is on disk: the
-    /// session has reached the record's state.
+    /// The journal has synced this record to disk. Without a journal on disk, this event only means
+    /// that the session has reached the record's state.
     Recorded(DestinationRecord),
     /// Memory and state have arrived; *ready* is about to be sent.
     Ready,
@@ -85,9 +85,9 @@ pub struct Received {
     pub pages: u64,
     /// CPU time of this session's threads here.
     pub cpu: Duration,
-    /// Answers the source on the listener until the source confirms that it has released the VM.
-    /// `None` if the source has already confirmed that, or if answering could not be started, which
-    /// a [`DestinationEvent::Warning`] has reported.
+    /// Answers the source's inquiries, on the listener, until the source confirms that it has
+    /// released the VM. `None` if the source has already confirmed that. Also `None` if answering
+    /// could not be started; a [`DestinationEvent::Warning`] has then reported the reason.
     pub answering: Option<Answering>,
 }
 

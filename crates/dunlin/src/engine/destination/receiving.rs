@@ -153,7 +153,8 @@ impl<'a> Receiving<'a> {
             return Err(Fault::new(
                 FaultCode::Malformed,
                 format!(
-                    "state over the limit of {MAX_SECTIONS} sections and {MAX_STATE_BYTES} bytes"
+                    "the VM's state is over the limit of {MAX_SECTIONS} sections and \
+                     {MAX_STATE_BYTES} bytes"
                 ),
             ));
         }
@@ -167,7 +168,7 @@ impl<'a> Receiving<'a> {
             return Err(Fault::new(
                 FaultCode::Malformed,
                 format!(
-                    "section count {received} does not match the source's {}",
+                    "{received} sections of the VM's state arrived, but the source announced {}",
                     last.sections
                 ),
             ));

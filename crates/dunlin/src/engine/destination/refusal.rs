@@ -8,8 +8,8 @@ use dunlin_proto::negotiate::{Opening, Refusal, VERSIONS};
 use super::super::fault::Fault;
 use super::super::journal::names_of;
 
-/// Answers an unacceptable offer, and closes. The refusal is the first message on its
-/// connection, so it fits the socket buffer and the send does not block.
+/// Answers an unacceptable offer with `refusal`, and closes the connection. The refusal is this
+/// side's first message there, so it fits the socket buffer, and the send does not block.
 pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     let mut bytes = Vec::new();
     let opening = Opening::Refuse(VERSIONS, refusal.clone());
@@ -19,8 +19,8 @@ pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     }
 }
 
-/// Closes an arriving connection that is not accepted, and refuses an offer on it as busy. Returns
-/// the text for the log, with the reason `why`.
+/// Closes an arriving connection that is not accepted. If it is a control lane, first answers its
+/// offer with a refusal, *busy*. Returns the text for the log, with the reason `why`.
 pub(super) fn turn_away(arrival: Arrival, why: &str) -> String {
     match arrival {
         Arrival::Rejected { from, reason } => format!("{from}: {reason}"),

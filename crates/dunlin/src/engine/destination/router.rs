@@ -143,8 +143,8 @@ impl Router {
                     None => table.reject(turn_away(arrival, "no such session is in progress")),
                 }
             }
-            // Inform every session, because a session without a lane would otherwise wait for one
-            // in vain.
+            // Descriptors or memory ran out. Inform every session, because a session without a lane
+            // would otherwise wait for one in vain.
             Arrival::Starved(error) => {
                 let again = || io::Error::new(error.kind(), error.to_string());
                 for inbox in lock(&self.table).inboxes() {

@@ -48,7 +48,7 @@ enum Accepts {
     Shared(RouterSlot),
 }
 
-/// A slot of a listener that serves several sessions.
+/// The place of one session at a listener that several sessions share.
 #[derive(Clone)]
 pub(super) struct RouterSlot {
     pub(super) router: Arc<Router>,
@@ -68,7 +68,8 @@ pub(super) struct Session<'a> {
     inbox: Inbox,
     /// The session's part of the rate cap, if there is one.
     pub(super) share: Option<Share>,
-    /// Events that stay in the queue after [`Session::set_aside`] has removed older messages.
+    /// Events that [`Session::set_aside`] has read from `events` without removing them. The session
+    /// handles them before those in `events`.
     deferred: VecDeque<SessionEvent>,
     /// CPU time of the session's threads.
     pub(super) cpu: CpuTime,
@@ -276,17 +277,18 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Uses the settings of the handshake of `stream` for the session's later lanes. A shared
-    /// listener uses its newest settings for every handshake, because it cannot tell to which
-    /// session a connection belongs.
+    /// Uses the TLS settings with which `stream` was accepted for the session's later handshakes. A
+    /// shared listener uses its newest settings for every handshake, because it cannot tell to
+    /// which session a connection belongs.
     pub(super) fn keep_settings(&self, stream: &ControlStream) {
         if let Accepts::Own { tls, .. } = &self.accepts {
             tls.keep(stream);
         }
     }
 
-    /// Removes from the event queue the messages of control lanes with an epoch below
-    /// `epoch`. Their readers have been joined, so nothing more arrives from them.
+    /// Removes the messages of control lanes with an epoch below `epoch` from the event queue, and
+    /// returns them. The threads that read these lanes have been joined, so no more messages
+    /// follow.
     pub(super) fn set_aside(&mut self, epoch: u32) -> Vec<FromPeer> {
         let mut read = Vec::new();
         let deferred = std::mem::take(&mut self.deferred);

@@ -65,8 +65,8 @@ pub(super) fn ends() {
     }
 }
 
-/// A fence ends a lane that waits at a mark and one that waits for bytes. The other lanes
-/// continue only after that.
+/// A fence ends its lane, whether the lane waits at a mark or for bytes. The other lanes continue
+/// only after that.
 pub(super) fn fences() {
     let (barrier, connections, reached) = barrier();
     let waits = lane(&barrier, 1, 1, &reached);

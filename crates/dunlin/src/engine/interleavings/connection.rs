@@ -1,5 +1,5 @@
-//! A connection without a socket. Its locks are not those of the engine, so planted mistakes do not
-//! affect them.
+//! A simulated connection, which replaces a socket. It has its own locks, so a mistake that a test
+//! plants in the engine's locks does not affect it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

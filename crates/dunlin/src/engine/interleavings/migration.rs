@@ -320,7 +320,7 @@ impl Source {
     }
 }
 
-/// A lane's thread at the source; returns whether it ended cleanly.
+/// Runs a lane's thread at the source. Returns whether the lane ended cleanly.
 fn send_all(
     number: u16,
     work_queue: &WorkQueue,
@@ -453,7 +453,7 @@ fn receive(
     }
 }
 
-/// A lane's thread at the destination; returns whether it ended cleanly.
+/// Runs a lane's thread at the destination. Returns whether the lane ended cleanly.
 fn receive_all(
     lane: u16,
     barrier: &IterationBarrier,

@@ -17,7 +17,7 @@ use shuttle::thread::yield_now;
 /// The source location of a notification in the engine: file and line.
 pub(super) type Site = (&'static str, u32);
 
-/// An error in the locks.
+/// An error that the checker plants in the locks, and that a check must find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mistake {
     /// This notification is omitted.
@@ -149,7 +149,7 @@ impl Condvar {
         if TIMEOUTS.get() == Timeouts::Never {
             return Ok((guard.wait(&self.0), false));
         }
-        // Wakes up spuriously, or after the full time.
+        // The wait ends spuriously, or after the full time.
         let guard = guard.relock();
         let over = thread_rng().r#gen();
         if over {

@@ -19,8 +19,8 @@ use super::super::tune::{Tune, TuneError};
 use super::connection::Connection;
 use super::sync;
 
-/// Limits that never expire, and no delay between attempts to open a lane, because the scenarios
-/// always pass the time 0.
+/// Time limits that never expire, and no delay between attempts to open a lane. In the scenarios
+/// the current time is always 0.
 pub(super) const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 1 << 60,
     open_ns: 1 << 60,
@@ -209,7 +209,8 @@ pub(super) fn not_admitted() {
     assert!(lane.join().unwrap().is_err());
 }
 
-/// Two lanes that send two pieces each; only the first piece may be sent immediately.
+/// Two lanes that send two pieces each. The rate cap allows only the first of these four pieces to
+/// be sent immediately.
 fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     [1, 2].map(|lane| {
         let work_queue = Arc::clone(work_queue);

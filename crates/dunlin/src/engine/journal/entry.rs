@@ -81,10 +81,10 @@ pub struct Entry {
     pub role: Role,
     /// The session's newest record; `None` if the session has not written one.
     pub record: Result<Option<Record>, Unreadable>,
-    /// The record of the session's peer.
+    /// The session's peer, according to this journal.
     pub peer: RecordedPeer,
-    /// Whether a living process or, without files, a thread of this process holds the session. If
-    /// so, only the holder may act on the record.
+    /// Whether a living process holds the session. In a journal in memory: whether a thread of this
+    /// process holds it. If so, only the holder may act on the record.
     pub lives: bool,
 }
 

@@ -42,13 +42,15 @@ pub enum JournalError {
         /// What is wrong with the file's content.
         source: Unreadable,
     },
-    /// Another process holds the session or, without files, another thread of this process.
+    /// Another process holds the session. In a journal without files, another thread of this
+    /// process holds it.
     #[error("another process, or another thread of this one, holds the session {path}; until the holder ends, only the holder can settle the session", path = path.display())]
     Held {
         /// The file.
         path: PathBuf,
     },
-    /// The session's record must not be removed, and the new attempt must not replace it.
+    /// A call would remove the session's record, or replace it with that of a new attempt. The
+    /// recorded attempt must end before that, with the VM at the source.
     #[error("{path} records attempt {attempt} of this session as {state}: a record with an open outcome cannot be removed; a new attempt needs a number above {attempt}, and can begin only after the recorded attempt has ended with the VM at the source", path = path.display())]
     Undecided {
         /// The file.
@@ -78,7 +80,8 @@ pub enum JournalError {
 }
 
 impl JournalError {
-    /// [`FaultCode::Journal`], or the code of the shortage that caused the error.
+    /// The fault code. It is [`FaultCode::Journal`], unless a lack of memory or of file descriptors
+    /// caused the error: such a lack has a code of its own.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         fault_behind(self).unwrap_or(FaultCode::Journal)

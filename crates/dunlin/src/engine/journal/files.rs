@@ -87,8 +87,8 @@ impl Directory {
     }
 
     /// Creates and locks the file of the session in `record`, with space for all of its later
-    /// records. If the file of an earlier attempt exists and `record` may follow that attempt,
-    /// takes over that file.
+    /// records. If the session has a file from an earlier attempt, takes over that file. This is
+    /// an error unless that attempt has a lower number and has ended with the VM at the source.
     pub(super) fn create(&self, record: &Record, role: Role) -> Result<HeldFile, JournalError> {
         let path = self.path(record.session, role);
         let created = OpenOptions::new()

@@ -299,10 +299,10 @@ impl Held {
 
 /// Whether `peer` is the peer of a recorded session.
 ///
-/// A file from a release without peer blocks contains less. At the destination, it has the names in
-/// the source's certificate: `peer` must have the same names, certified by an authority. At the
-/// source, it has only the destination's address, so every peer that the source trusts matches, as
-/// in that release.
+/// A record of an older release has no peer block and identifies the peer less exactly. At the
+/// destination, the record has the names in the source's certificate: `peer` must have the same
+/// names, certified by an authority. At the source, the record has only the destination's address,
+/// so every peer that the source trusts matches.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),

@@ -152,7 +152,8 @@ fn i1_a_failed_write_keeps_the_previous_record() {
     );
 }
 
-/// A failed sync may have written the record, so the retry must not use the other slot.
+/// A failed sync may nevertheless have written the record. The retry must not use the other slot:
+/// that slot has the last record that was surely synced.
 #[test]
 fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
     let scratch = Scratch::new();
@@ -586,7 +587,7 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
     assert!(!is_with(3, &cut), "matches a text that may be truncated");
     // An old record of a source does not name its peer, so every trusted peer matches.
     assert!(is_with(4, &ours));
-    // A file that ends inside the peer block does not come from an old release.
+    // A file that ends inside the peer block does not come from an old release, so no peer matches.
     for length in [8193, 9215] {
         let path = directory.join(file_name([4; 16], Role::Source));
         let file = File::options().write(true).open(path).unwrap();

@@ -93,7 +93,7 @@ impl Doubt {
         if self.state != Source::InDoubt {
             if let State::Source(record) = self.journal.record().state {
                 for action in Source::restarted(record).1 {
-                    // None of these actions results in an event.
+                    // These actions result in no event.
                     self.act(*action, vm, None)?;
                 }
             }

@@ -27,8 +27,8 @@ pub(super) struct Committed<'a> {
     figures: Figures,
     /// When the guest was paused.
     paused: Instant,
-    /// When all conditions of *commit* were met; *commit* follows immediately, and the limit for
-    /// its answer begins.
+    /// When all conditions of *commit* were met. *commit* follows immediately, and the time limit
+    /// for the destination's answer is counted from here.
     agreed: Instant,
     /// Remaining actions of the switchover.
     rest: Rest,
@@ -132,8 +132,8 @@ impl<'a> Committed<'a> {
             }
             Message::Answer { attempt, verdict } => {
                 if verdict != Verdict::Aborted {
-                    // The loss of the control lane explains only an aborted migration. Drop this
-                    // fault for any other outcome.
+                    // The loss of the control lane is the cause of an aborted migration only. For
+                    // any other outcome, drop this fault.
                     session.fault = None;
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)

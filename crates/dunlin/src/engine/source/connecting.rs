@@ -208,7 +208,7 @@ impl<'a> Connecting<'a> {
             return Err(Fault::new(
                 FaultCode::LaneLimit,
                 format!(
-                    "lane count {} over the destination's limit of {}",
+                    "the options request {} lanes, which is over the destination's limit of {}",
                     session.options.lanes, accept.lanes_max
                 ),
             ));

@@ -85,8 +85,8 @@ pub enum ResolveError {
 }
 
 impl ResolveError {
-    /// The fault code. If the VMM failed, this is the code of the shortage that caused the failure,
-    /// or [`FaultCode::Internal`] if there was no shortage.
+    /// The fault code. If the VMM failed because descriptors or memory ran out, this is the code of
+    /// that shortage. After other failures of the VMM it is [`FaultCode::Internal`].
     #[must_use]
     pub fn code(&self) -> FaultCode {
         match self {
@@ -175,7 +175,8 @@ impl Doubt {
             }
         }
         match (unrecorded, self.state) {
-            // The destination has the VM, whether or not this side could record that.
+            // In the state `Released`, the destination has the VM, even if this side could not
+            // record that.
             (None, _) | (_, Source::Released) => Ok(()),
             (Some(error), _) => Err(ResolveError::Journal(error)),
         }

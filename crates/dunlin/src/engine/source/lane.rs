@@ -28,8 +28,8 @@ use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
 
-/// A lane asks for more pages only if its chunk has room for at least this many, because each
-/// request takes a lock.
+/// A lane requests more pages for a chunk only if the chunk has room for at least this many pages.
+/// Each request takes a lock, so requests for fewer pages are not worthwhile.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
 
 /// How long a lane looks for non-zero pages before it sends its chunk. The search has a limit
@@ -125,8 +125,8 @@ impl Lane {
 
     fn not_opened(&self, error: DialError) -> Fault {
         let may_retry = self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
-        // A permanent error of one of the first lanes applies to all lanes. The error of a later
-        // lane may be temporary, unless another peer answered.
+        // A permanent error of one of the first lanes applies to all lanes. An error of a later
+        // lane can be temporary, except if the host that answered is not the control lane's peer.
         let code = error.permanent().filter(|_| !may_retry);
         let number = self.number;
         let fault = |what: String| Fault::new(code.unwrap_or(FaultCode::LaneLost), what);

@@ -40,7 +40,7 @@ pub(super) struct Lanes {
     /// Pages that were sent again because their lane was lost.
     pub(super) pages_again: u64,
     /// Whether the first lanes are established. If so, a failure to open a lane counts as
-    /// temporary, unless another peer answered.
+    /// temporary, except if the host that answered is not the control lane's peer.
     pub(super) established: bool,
 }
 

@@ -111,7 +111,7 @@ impl<'a> Migration<'a> {
         }
     }
 
-    /// Sets the options.
+    /// Sets the options. The handle that [`Self::tune`] has set stays in force.
     pub fn options(self, options: Options) -> Self {
         let tune = self.options.tune;
         let options = Options { tune, ..options };

@@ -14,9 +14,9 @@ use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
 
-/// How long the destination may take from *final* to *ready*, and from *commit* to *running*; in
-/// the last pass, the longest time without an acknowledgement. The guest is paused during that
-/// time. A shorter limit could end a migration while the destination is still loading the state.
+/// How long the source waits for the destination while the guest is paused: from *final* to
+/// *ready*, from *commit* to *running*, and in the last pass for the next acknowledgement. A
+/// shorter limit could end a migration while the destination is still loading the state.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Options of a migration at the source, built and checked by [`Options::builder`]. The
@@ -244,7 +244,8 @@ impl OptionsBuilder {
     }
 
     /// The control lane counts as lost after this long without a message. The source pings the peer
-    /// after each fifth of this time without a message. Set about the same limit on both sides.
+    /// after each fifth of this time that passes without a message. Set about the same limit on
+    /// both sides.
     #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;

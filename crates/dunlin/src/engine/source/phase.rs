@@ -19,8 +19,8 @@ use super::session::Session;
 pub(super) trait Phase<'a> {
     fn session(&mut self) -> &mut Session<'a>;
 
-    /// Executes one action. By default, an action that all phases share is executed by
-    /// [`Session::act`]; any other is passed on to the next phase.
+    /// Executes one action. By default, [`Session::act`] executes the actions that all phases
+    /// share, and leaves all other actions to the next phase.
     fn act(&mut self, action: Do) -> Done {
         self.session().act(action)
     }

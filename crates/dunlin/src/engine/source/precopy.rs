@@ -33,7 +33,7 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 const STATE_COST: Duration = Duration::from_millis(6);
 /// Rate of hashing memory, in bytes per second; used only for the prediction.
 const DIGEST_BYTES_PER_S: u64 = 3 << 30;
-/// Minimum duration of a measurement of the bandwidth, except the first.
+/// Minimum duration of a measurement of the bandwidth. The first measurement may be shorter.
 const MEASURABLE: Duration = Duration::from_millis(20);
 /// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
 /// dirty log fetched thousands of times a second.
@@ -332,8 +332,8 @@ impl<'a> PreCopy<'a> {
             retransmits: Vec::new(),
         };
         drop(state);
-        // Query the connections after the lock is released. A query waits until a call that sends
-        // on its connection returns, and the lanes must not wait too.
+        // Query the connections after the lock is released. A query waits while another thread
+        // sends on the connection, and the lanes, which need the lock, must not wait with it.
         let connections = connections.into_iter();
         let counts = connections.map(|(lane, connection)| (lane, connection.traffic().retransmits));
         progress.retransmits = counts.collect();

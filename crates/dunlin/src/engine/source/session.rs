@@ -81,9 +81,9 @@ impl Session<'_> {
         }
     }
 
-    /// Drops what earlier control lanes deliver, and the caller's cancellation if it is too late.
-    /// Fails on the peer's *cancel*, on a refusal before *commit*, and on the caller's cancellation
-    /// if it is in time. Returns any other event.
+    /// Drops what earlier control lanes deliver. Fails on the peer's *cancel*. Before *commit*,
+    /// also fails on the peer's *refuse* and on the caller's cancellation. After *commit*, the
+    /// caller's cancellation only causes a warning. Returns any other event.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),

@@ -138,7 +138,8 @@ fn error(session: Session<'_>, lanes: impl Iterator<Item = JoinHandle<()>>) -> M
             paused_by_owner: session.paused_by_owner,
         }));
     } else if state == Source::Kept {
-        // Best effort: a record that remains says *kept*, or leads a restarted process to *kept*.
+        // Ignore an error: a record that cannot be removed does no harm. It says *kept*, or it
+        // makes a restarted process end in *kept*.
         let _ = journal.forget();
     }
     error

@@ -104,7 +104,7 @@ impl<'a> Switchover<'a> {
     /// Pauses the guest and sends all remaining data, up to *final*.
     fn pause_and_finish(&mut self) -> Result<Sent, Fault> {
         let session = &mut self.transfer.session;
-        // The owner may have paused or resumed the VM since it was described.
+        // The owner may have paused or resumed the VM after the source described it.
         session.paused_by_owner = session.vm.run_state() == RunState::Paused;
         let paused = Instant::now();
         info_span!("pause")
@@ -169,8 +169,8 @@ impl<'a> Switchover<'a> {
         })
     }
 
-    /// Waits until every lane has ended. Only pages that are acknowledged for the first time
-    /// prolong the wait, because a destination can repeat other messages without end.
+    /// Waits until every lane has ended. The time limit starts anew only if a page is acknowledged
+    /// for the first time, because a destination could send all other messages forever.
     fn await_lanes_end(&mut self) -> Result<(), Fault> {
         let work_queue = Arc::clone(&self.transfer.session.work_queue);
         let limit = self.transfer.session.options.answer_limit;

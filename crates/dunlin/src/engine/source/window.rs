@@ -6,8 +6,8 @@ use dunlin_proto::limits::PAGE_BYTES;
 
 use super::super::report::Traffic;
 
-/// A pass above this ratio of zero pages to other pages measures the bandwidth only if the previous
-/// pass was above the ratio too.
+/// If a pass sends more than this number of zero pages for each other page, it measures the
+/// bandwidth only if the previous pass did so too.
 const MOSTLY_ZERO: u64 = 4;
 
 /// A measurement of the bandwidth, over one pass or over several short ones.
@@ -45,8 +45,9 @@ impl Window {
     ///
     /// Zero pages are sent much faster than the pages that a guest works on. A window of zero pages
     /// would suggest a bandwidth that does not exist. Zero pages occur in untouched memory, in huge
-    /// pages that were touched once, and in pages that a guest clears before use. If the next
-    /// window has mostly zero pages too, its bandwidth is returned.
+    /// pages that were touched once, and in pages that a guest clears before use. A window with
+    /// mostly zero pages therefore measures the bandwidth only if the previous window had mostly
+    /// zero pages too.
     pub(super) fn end(
         &mut self,
         measured: Duration,

@@ -92,7 +92,8 @@ impl WorkQueue {
     }
 
     /// Changes the state with `change`, and wakes the lanes that wait.
-    // The tests of `interleavings` omit the notification of one caller at a time.
+    // The tests of `interleavings` omit this notification for one caller at a time. `track_caller`
+    // lets them identify the caller.
     #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut lock(&self.state));
@@ -138,9 +139,9 @@ impl WorkQueue {
         });
     }
 
-    /// Changes the cap over all lanes. A lane that waits under the old cap reserves again
-    /// under the new one: its old wait may be long, and in the last pass the paused guest
-    /// would wait too.
+    /// Changes the rate cap of all lanes together. A lane that waits under the old cap wakes and
+    /// reserves again under the new one. Otherwise it could wait for a long time under a low old
+    /// cap, and in the last iteration the guest would stay paused for that time.
     pub(in crate::engine) fn set_rate(&self, bytes_per_s: Option<u64>) {
         self.change(|state| {
             state.pace = Pace::new(bytes_per_s);
@@ -256,8 +257,8 @@ impl WorkQueue {
         }
     }
 
-    /// Adds pending pages to the last chunk given to `lane`, as the schedule's `extend`
-    /// does.
+    /// Adds up to `room` pending pages to `plan`, the newest chunk of `lane`, with the schedule's
+    /// `extend`.
     pub(in crate::engine) fn extend(&self, lane: u16, plan: &mut ChunkPlan, room: u64) {
         let mut state = lock(&self.state);
         if !state.is_given_up(lane) {
