@@ -1,7 +1,8 @@
 //! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
-//! journals, status or errors. The canaries are bytes that the test writes into a guest's memory,
-//! and the secret number and a line of each key's file. The test searches for parts of each canary,
-//! raw, escaped, in base64, and as integers of one to eight bytes in hexadecimal and decimal.
+//! journals, status or errors. The test uses three kinds of secrets, called canaries: bytes that it
+//! writes into a guest's memory, the secret number in a key file, and a line of the file's text. It
+//! searches for parts of each canary in several encodings: raw, escaped, in base64, and as integers
+//! of one to eight bytes in hexadecimal and decimal.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -22,13 +23,13 @@ use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The length in bytes of the parts of a canary for which the test searches.
+/// The test searches for every part of a canary that has this length in bytes.
 const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
 
-/// The length in bytes of the parts of a canary for which the test searches as integers of two,
-/// four or eight bytes.
+/// The test also searches for every part of this length in bytes, written as integers of two, four
+/// or eight bytes. The length is a multiple of these sizes.
 const WORDS_BYTES: usize = 8;
 
 /// What may separate two integers: the formats of Rust's `Debug`, and what programs print.

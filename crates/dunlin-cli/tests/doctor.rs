@@ -226,7 +226,7 @@ fn a_configuration_with_a_redirect_needs_its_rules() {
     assert_eq!(found(&all, "tunnel.config"), ("ok", "valid"));
     let value = "ports 49152-49200, address 127.0.0.1, host none";
     assert_eq!(found(&all, "libvirt.migration"), ("ok", value));
-    // The certificate is that of the configuration.
+    // The verdict is about the certificate that the configuration names.
     assert!(
         found(&all, "identity.certificate")
             .1

@@ -81,8 +81,8 @@ fn a_confined_tunnel_reports_its_host() {
 #[test]
 fn a_peer_without_a_route_for_this_host_reports_nothing() {
     let hosts = Hosts::new();
-    // The tunnel admits host a, because the tunnel connects to host a. But only host c may use the
-    // tunnel's target.
+    // The far tunnel admits host a as a peer, because its route `back` leads to host a. But only
+    // host c may use the tunnel's target.
     let config = far_config(&hosts, "c.test")
         + &format!(
             "[route.back]\nlisten = \"unix:{}\"\nto = \"127.0.0.1:9\"\npeers = [\"a.test\"]\n",

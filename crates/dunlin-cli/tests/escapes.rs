@@ -353,7 +353,7 @@ fn an_attacker_in_a_tunnel_that_sets_the_owner_of_its_sockets() {
         captive.call(libc::SYS_fchownat, arguments)
     };
     let by_descriptor = libc::AT_EMPTY_PATH;
-    // The configured owner is permitted, for any file.
+    // The tunnel may give any file to the configured owner, but may make no other change.
     assert!(change(own, u32::MAX, by_descriptor).is_ok());
     for (owner, group, flags) in [
         (own + 1, u32::MAX, by_descriptor),
@@ -436,7 +436,8 @@ fn an_attacker_in_a_process_that_serves_the_page_over_tcp() {
         .map(|one| one.unwrap().file_name().into_string().unwrap())
         .map(|number| captive.call(libc::SYS_connect, [number.parse().unwrap(), at, 16]))
         .collect();
-    // Without the restriction, the error of the listener would be EISCONN.
+    // EACCES comes from connect(2) on the listening socket. Without the restriction, that error
+    // would be EISCONN.
     assert!(connected.contains(&Err(Errno::EACCES)), "{connected:?}");
     assert!(!connected.iter().any(Result::is_ok), "{connected:?}");
 }

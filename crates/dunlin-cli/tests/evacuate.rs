@@ -308,7 +308,8 @@ fn i1_i2_three_of_four_vms_move_the_fourth_stays_and_a_second_run_finishes() {
     assert_eq!(third.last()["vms"], 0);
 }
 
-/// A rate at which the copying of a VM does not end by itself, because the guest writes 8 MiB/s.
+/// A rate limit at which the copying of a VM does not end: the guest writes 8 MiB/s, and the limit
+/// is 4 MiB/s.
 const SLOW: &str = "--outbound 4M";
 
 /// Waits until the memory of the first VM is being copied. Returns the VM's name.
@@ -393,7 +394,7 @@ fn i2_a_signal_cancels_and_a_killed_command_is_resumed() {
     }
 }
 
-/// Checks the rates that libvirt has for VMs while they move two at a time.
+/// Checks the rate limits that libvirt applies to VMs while two VMs move at a time.
 #[test]
 fn budgets_are_shared_and_limits_are_kept() {
     if !soak() {
@@ -534,8 +535,8 @@ fn i1_i2_a_link_that_is_cut_in_post_copy_leaves_a_vm_that_can_be_resumed() {
     while is_here() {
         assert!(Instant::now() < deadline);
         // libvirt refuses to resume the migration while QEMU continues it by itself, because QEMU's
-        // connection has survived. The command can also exceed its time limit although the migration
-        // ends.
+        // connection has survived. virsh can also exceed its time limit although the migration
+        // completes.
         let resumed = scene.pair.on(Side::A).virsh(resume);
         assert!(
             matches!(resumed, Ok(_) | Err(LibvirtError::Endless(..))),

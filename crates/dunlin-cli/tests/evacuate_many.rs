@@ -1,5 +1,5 @@
-//! `dunlin evacuate` of a host with many VMs, and its warning about migrations in the clear. A script
-//! takes the place of virsh: `evacuate.rs` has the tests with libvirt.
+//! `dunlin evacuate` of a host with many VMs, and its warning about migrations in the clear. A
+//! script takes the place of virsh: `evacuate.rs` has the tests with libvirt.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/etc.rs"]

@@ -68,7 +68,8 @@ fn i1_a_vm_that_arrives_while_the_hosts_are_asked_is_not_in_doubt() {
     assert_eq!(counts(&done.last()), [1, 0, 0, 1], "{}", done.out);
 }
 
-/// An earlier command migrated two VMs at a time. The destination does not have them yet.
+/// An earlier command was killed while it migrated two VMs at the same time. Their migrations
+/// continue, and the VMs have not arrived at the destination yet.
 #[test]
 fn i2_all_migrations_of_a_killed_command_are_awaited_whatever_the_number_that_may_copy() {
     let virsh = Virsh::new(3);

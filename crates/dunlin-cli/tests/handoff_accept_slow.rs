@@ -56,8 +56,8 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
     let mut slow: Vec<(TcpStream, usize)> = Vec::new();
     for number in 0..SLOW {
-        // One client in three sends nothing, one sends half a hello, and one sends almost a whole
-        // hello.
+        // A third of the clients sends nothing, a third sends half a hello, and a third sends
+        // almost a whole hello.
         let mut client = TcpStream::connect(&accept.address).unwrap();
         let part = [0, hello.len() / 2, hello.len() - 40][number % 3];
         let _ = client.write_all(&hello[..part]);
@@ -104,8 +104,8 @@ impl Task {
         self.field("voluntary_ctxt_switches").parse().unwrap()
     }
 
-    /// Returns when the thread waits. If a byte has woken the thread, the thread has then handled
-    /// that byte.
+    /// Returns when the thread waits for events. A byte that woke the thread before is handled by
+    /// that time.
     fn settles(&self) {
         while !self.field("State").starts_with('S') {
             thread::yield_now();
@@ -168,8 +168,8 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
         near.set_nodelay(true).unwrap();
         for (sent, byte) in (1..).zip(bytes) {
             near.write_all(&[*byte]).unwrap();
-            // Later bytes may fill the buffer of the socket. The kernel then wakes the process
-            // early.
+            // Count only the first bytes. Later bytes can fill the socket's buffer, and a full
+            // buffer wakes the process before the bytes that it needs have arrived.
             if sent <= ALONE {
                 arrive(&near, sent);
                 task.settles();
@@ -208,7 +208,8 @@ fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
         far.read_exact(&mut vec![0; hello.len()]).unwrap();
         far
     };
-    // This client has sent more than a hello, so it may be idle for longer than the others.
+    // This client has sent more than a hello. The acceptor therefore evicts it only after a longer
+    // idle time than the others.
     let mut busy = connect();
     let mut server = serve();
     busy.write_all(b"more").unwrap();

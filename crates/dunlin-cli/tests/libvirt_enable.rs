@@ -44,7 +44,7 @@ fn two_hosts_are_enabled_with_one_command_each_and_disabled_without_a_trace() {
     let second = scene.enable("b", "");
     assert_eq!(second.code, 0, "{second:?}");
     let far = scene.tunnel("b");
-    // The path from A is tested now that B's tunnel runs, and a second `enable` changes nothing.
+    // B's tunnel runs now, so a second `enable` on A measures the path to B. It changes nothing.
     let before = fs::read_to_string(scene.path("a", "etc/tunnel.toml")).unwrap();
     let again = scene.enable("a", "");
     assert_eq!(again.code, 0, "{again:?}");
@@ -171,7 +171,8 @@ fn enable_changes_nothing_if_a_peer_is_another_than_expected() {
     assert!(!scene.rules("a").contains("inet dunlin"));
 }
 
-/// GlusterFS, for example, listens on ports from 49152 on.
+/// Another program may use the redirect's ports. GlusterFS, for example, listens on port 49152 and
+/// the ports after it.
 #[test]
 fn enable_refuses_if_another_program_listens_on_the_ports() {
     let Some(scene) = Scene::new() else { return };
@@ -357,7 +358,7 @@ fn the_identities_of_init_are_installed_for_the_services() {
     assert_eq!(after, config);
 }
 
-/// The resolver alone would wait for 30 seconds.
+/// `enable` limits the time of a name lookup. The resolver's own limit in this test is 30 seconds.
 #[test]
 fn a_name_server_that_does_not_answer_is_given_up() {
     let Some(scene) = Scene::new() else { return };

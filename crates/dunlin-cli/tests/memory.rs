@@ -66,8 +66,8 @@ fn memfd_bytes(pid: u32) -> u64 {
         .sum()
 }
 
-/// Samples both processes until the work is done; returns the result of the work, and the peaks
-/// outside the guests' memory.
+/// Samples the memory of both processes until the work is done. Returns the result of the work, and
+/// each process's peak of resident memory outside its guest's mappings.
 fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) -> (T, [u64; 2]) {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {

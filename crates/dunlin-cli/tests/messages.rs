@@ -1,5 +1,5 @@
-//! Failures caused by a host's state or by contradictory arguments: what the messages contain, and
-//! that a VM stays where it is.
+//! Failures caused by a host's state or by contradictory arguments. The tests check what the error
+//! messages contain, and that the VM stays where it is.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/host.rs"]

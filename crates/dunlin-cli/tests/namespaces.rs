@@ -113,7 +113,8 @@ struct Downtime {
     limit: f64,
     predicted: f64,
     source: f64,
-    /// The downtime as the guest saw it; `None` if its first beat at the destination came too late.
+    /// The downtime as the guest saw it; `None` if the guest's first heartbeat at the destination
+    /// came too late.
     guest: Option<f64>,
 }
 

@@ -30,8 +30,8 @@ impl Drop for Ends {
     }
 }
 
-/// `dunlin vm receive`, after it has printed the line that contains `"127.0.0.1:"`. Returns the
-/// process, the unread rest of its output, and its address.
+/// Starts `dunlin vm receive`, and reads its output up to the line that contains `"127.0.0.1:"`.
+/// Returns the process, the unread rest of its output, and its address.
 fn waiting(hosts: &Hosts, flags: &str) -> (Ends, BufReader<ChildStdout>, String) {
     let mut command = words(&format!("vm receive --listen 127.0.0.1:0 {flags}"));
     command
@@ -102,8 +102,8 @@ fn i2_a_vm_arrives_and_stays_although_the_reader_of_the_output_has_exited() {
     }
 }
 
-/// A process that waits for a VM, after connections of strangers have caused more lines than its
-/// output has space for. Each line has more than 100 bytes, and a pipe has space for 64 KiB.
+/// Starts a process that waits for a VM, and fills the pipe of its output. Each connection of a
+/// stranger causes a line of more than 100 bytes, and a pipe has space for 64 KiB.
 fn flooded(hosts: &Hosts) -> (Ends, BufReader<ChildStdout>, String) {
     let (to, out, address) = waiting(hosts, "--json");
     for _ in 0..1000 {

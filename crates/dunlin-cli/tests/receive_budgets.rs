@@ -21,9 +21,9 @@ const WIRE_MEGABITS: u32 = 840;
 /// Limits of socket buffers, in bytes. The bytes that wait in them are a small part of what crosses the
 /// link while a test measures.
 const BUFFERS: &str = "4096 131072 524288";
-/// After a change, how long the rates may take to settle: the bytes in the buffers have to arrive.
+/// How long the rates may take to settle after a change. The buffered bytes must arrive first.
 const SETTLE: Duration = Duration::from_millis(700);
-/// The fraction of its limit by which a rate may differ from the limit.
+/// How far a measured rate may differ from its limit, as a fraction of the limit.
 const SHARE: f64 = 0.05;
 /// The number of VMs.
 const COUNT: usize = 3;

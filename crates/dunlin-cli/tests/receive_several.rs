@@ -66,7 +66,7 @@ fn status(name: &str, of: &Process) -> Value {
     ask("status", name, of).expect(0).last()
 }
 
-/// The number of filters of system calls in a process.
+/// The number of seccomp filters of a process.
 fn filters(pid: u32) -> u32 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = text
@@ -118,7 +118,7 @@ fn i1_i3_three_vms_arrive_in_one_process_and_leave_it_one_by_one() {
     }
     assert_eq!(received.len(), 3);
     assert_eq!(named.len(), 6, "{named:?}");
-    // All VMs have arrived, so the process may create no more sockets.
+    // All VMs have arrived, so the process has added a filter that forbids new sockets.
     assert_eq!(filters(to.pid()), confined + 1);
     let published = fs::read_dir(to.control.join("status")).unwrap();
     assert_eq!(published.count(), 3);
@@ -216,7 +216,7 @@ fn a_signal_ends_a_process_that_has_one_vm_and_waits_for_another() {
     to.signal("TERM");
     let (code, ended) = to.ended();
     assert_eq!((code, &ended["state"]), (0, &"ended by SIGTERM".into()));
-    // Without a VM, the process reports the signal once.
+    // No VM has arrived. The process reports the signal once, not once for each session.
     let to = hosts.receive("b", "other", "--sessions 3 --peer a.test");
     to.signal("TERM");
     let failed = to.wait_for("failed");

@@ -164,7 +164,8 @@ fn a_test_and_the_claims_that_it_shows_name_each_other() {
         numbers.sort();
         assert_eq!(&named, numbers, "{file} {test}");
     }
-    // If a comment names a claim, the claim names the test that has the comment.
+    // No other comments name claims: there are as many as tests that the claims name, and each of
+    // those tests has one.
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let comments = comments_with_claims(crates);
     assert_eq!(comments, shown.len());

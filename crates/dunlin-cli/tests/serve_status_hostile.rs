@@ -1,5 +1,5 @@
 //! Clients of `dunlin serve-status` and of status sockets. The clients read nothing, send nothing,
-//! or ask all the time. Also a directory with any number of status sockets.
+//! or ask all the time. One test has a directory with thousands of status sockets.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/status.rs"]

@@ -159,7 +159,7 @@ fn starting_a_vm_that_may_run_elsewhere_warns() {
         (2, SourceRecord::Committing, true),
     ] {
         state.leave(number, source(record));
-        // A confined process without --identities prints another warning.
+        // Turn off the confinement: a confined process without --identities prints another warning.
         let run = words("vm run --name web --guest process --memory 64M --confine no");
         let process = Process::start(run, &hosts.scratch.join("1"));
         let mut said = process.wait_for_any(&["warning", "started"]);
@@ -388,7 +388,7 @@ fn a_refused_request_states_where_the_vm_is() {
 #[test]
 fn i2_a_restarted_destination_is_queried_before_the_operator() {
     let Some(_turn) = kvm() else { return };
-    // Whether the source's process, which has a copy of the VM, is alive.
+    // `lives` is whether the source's process, which has a copy of the VM, is alive.
     for lives in [true, false] {
         let hosts = Hosts::new();
         let state = Memory::of(&hosts.scratch);

@@ -235,7 +235,7 @@ fn end(process: &Process) {
     }
 }
 
-/// The last record of the destination of a VM in doubt.
+/// What the destination recorded last, when the source came to be in doubt.
 #[derive(Clone, Copy)]
 enum Recorded {
     /// *prepared*: *commit* was lost, and the destination's process was killed.
@@ -413,7 +413,8 @@ fn i1_i2_a_destination_answers_the_other_command() {
         with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
         doubt.assert_settled(pair);
 
-        // A new process of the other version answers `resolve` from the destination's record.
+        // A process of the version `from` replaces the destination's process, which had the version
+        // `to`. It answers `resolve` from the record that the earlier process wrote.
         for recorded in [Recorded::Prepared, Recorded::Aborted] {
             let doubt = Doubt::new(pair, recorded).restart(from);
             doubt.resolve_by_asking(to).expect(0);
@@ -540,8 +541,8 @@ fn a_hand_off_connects_to_the_other() {
             continue;
         }
         assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-        // Either the kernel has TLS, or the earlier command has passed this socket and handles TLS
-        // in a process.
+        // The connecting command has passed this socket to the test. Without kernel TLS, it is the
+        // earlier command, and a process of that command handles TLS for this socket.
         let mut near = File::from(sockets.pop().unwrap());
         if !has_kernel_tls {
             let why = accept.process.wait_for("for own.test is refused");

@@ -250,8 +250,8 @@ fn without_a_terminal_top_fails_and_names_status() {
     assert!(terminal.is_restored());
 }
 
-/// The command `dunlin cancel`, which waits for the process `here` and then fails, because the
-/// process migrates no VM.
+/// The command `dunlin cancel` for the process `here`. The command waits for the process's answer,
+/// and fails after that, because the process migrates no VM.
 fn slow_cancel(hosts: &Hosts, here: &Process) -> Command {
     let mut command = words("cancel --vm");
     command.arg(here.control.join("vm.sock"));

@@ -108,8 +108,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     assert_eq!(scene.near.code(), Some(0));
 }
 
-/// A stopped process is reported long before its trunk ends. The trunk's channels wait, because a
-/// process that only gets no CPU time looks stopped too, and continues later.
+/// A stopped process is reported long before its trunk ends. The trunk's channels wait, because the
+/// process may continue: a process without CPU time looks the same as a stopped one.
 #[test]
 fn a_stopped_peer_is_reported_and_its_channels_wait_for_it() {
     let scene = Scene::new();

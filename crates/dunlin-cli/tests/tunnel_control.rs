@@ -458,8 +458,8 @@ fn an_aborted_channel_is_an_error_of_stdio() {
     assert_eq!((code, fault_in(&said)), (1, "control-lost"), "{said}");
 }
 
-/// If a refused channel has unread input, its connection is reset. The command must report the
-/// refusal, not an error of its input or output.
+/// If a channel is refused before the tunnel has read its input, the tunnel resets the command's
+/// connection. The command must report the refusal, not the reset.
 #[test]
 fn a_refused_channel_is_reported_even_with_unread_input() {
     let scene = Scene::new();
@@ -552,8 +552,8 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     assert!(nowhere.err.contains("CPUs [1023]"), "{nowhere:?}");
 }
 
-/// A tunnel has no journal, so `status` shows tunnels even if it reports a broken journal
-/// directory.
+/// Tunnels need no journal. `status` shows them even if the journal directory is broken, which
+/// `status` also reports.
 #[test]
 fn status_shows_tunnels_despite_a_broken_journal() {
     let scene = Scene::new();

@@ -151,7 +151,8 @@ fn every_kind_of_migration_goes_through_the_tunnels() {
     let parallel = |connections: u32| format!("--parallel --parallel-connections {connections}");
     let nova = "--p2p --undefinesource --persistent --migrateuri tcp://TO";
     let mut from = Side::A;
-    // The number of connections for the memory. The disk has a further connection.
+    // For each list of flags, the number of connections that carry memory. One more carries the
+    // disk.
     for (flags, connections) in [
         (String::new(), 1),
         ("--p2p".to_owned(), 1),

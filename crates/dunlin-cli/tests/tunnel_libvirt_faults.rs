@@ -25,7 +25,7 @@ const SOON: Duration = Duration::from_secs(3);
 const DRAIN: Duration = Duration::from_secs(1);
 const SIDES: [Side; 2] = [Side::A, Side::B];
 
-/// Slow enough that a test can act while the migration runs.
+/// A bandwidth limit, in MiB/s. It makes the migration so slow that a test can act while it runs.
 const SLOW: &str = "--bandwidth 4";
 
 /// On either host, the tunnel is killed, or an operator ends it (SIGTERM, and the end of its
@@ -133,7 +133,8 @@ fn a_target_that_listens_at_one_address_needs_local() {
     scene.moves(Side::A, &[&vm], &flags);
 }
 
-/// During a rollout a host admits peers without Dunlin, in the clear and counted.
+/// During a rollout a host admits peers without Dunlin. Their connections are in the clear, and the
+/// host counts them.
 #[test]
 fn a_peer_of_plain_from_is_admitted_in_the_clear() {
     if !soak() {

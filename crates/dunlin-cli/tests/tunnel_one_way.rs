@@ -1,5 +1,6 @@
 //! Two tunnels of which only one connects. Three tests have a firewall between the tunnels' hosts,
-//! which are network namespaces. In the fourth, each tunnel has a certificate for its own role only.
+//! which are network namespaces. In the fourth, each tunnel has a certificate for its own role
+//! only.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -163,8 +164,8 @@ fn a_firewall_that_admits_no_lanes_is_named_on_both_hosts() {
     }
 }
 
-/// No packet reaches the far host any more. The tunnel reports that its peer's host does not answer, as
-/// quickly as it reports a stopped process.
+/// No packet reaches the far host any more. The tunnel reports that its peer's host does not
+/// answer, as quickly as it reports a stopped process.
 #[test]
 fn a_host_that_is_gone_is_reported_as_one_that_does_not_answer() {
     let Some(wire) = Wire::new(None) else { return };

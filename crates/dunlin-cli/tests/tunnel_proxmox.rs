@@ -110,7 +110,7 @@ fn qemu_as_proxmox_drives_it_migrates_through_the_tunnels_with_its_disk() {
     assert_eq!(destination.check_pages().unwrap(), WORKLOAD.pages);
     assert!(fs::read(far_disk).unwrap() == content);
 
-    // Without the tunnel QEMU is refused, and the guest runs on.
+    // Without the tunnel, QEMU's connection is refused, and the guest continues to run.
     scene.stop(Side::A);
     let b = scene.pair.b.host();
     let mut other = Machine::start_incoming(&setup, Some(b)).unwrap();

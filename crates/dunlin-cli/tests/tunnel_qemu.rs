@@ -233,7 +233,7 @@ fn start_postcopy(
     let mut migration = scene.migration();
     migration.bandwidth = Some(32 << 20);
     begin(source, destination, &migration).unwrap();
-    // Let the destination run the guest as soon as it arrives.
+    // Let the destination run the guest as soon as the guest's state arrives.
     destination.resume().unwrap();
     wait_some(source);
     source
@@ -329,8 +329,8 @@ fn a_killed_tunnel_leaves_the_guest_running() {
     same_and_runs(&setup, &mut source, &mut destination);
 }
 
-/// As with libvirt, a separate route copies the disk in parallel with the memory. The copy includes
-/// the guest's writes to the disk until the guest is paused.
+/// QEMU copies the disk and the memory in parallel, over two routes of the tunnel, as libvirt does.
+/// The copy includes the guest's writes to the disk until the guest is paused.
 #[test]
 fn a_disk_is_mirrored_beside_the_memory() {
     let Some((setup, scene)) = guest() else {

@@ -44,7 +44,7 @@ impl Scene {
         Self::with("")
     }
 
-    /// Hosts with a redirect that has these further keys.
+    /// Creates the scene. `more` is added to the redirects in the tunnels' configurations.
     fn with(more: &str) -> Option<Self> {
         if !need::hosts() {
             return None;
@@ -120,7 +120,8 @@ impl Scene {
             .unwrap()
     }
 
-    /// Packets that arrived at B from the wire for the toolstack's ports.
+    /// The number of packets to the toolstack's ports that arrived at B over the link, so outside
+    /// the tunnel.
     fn in_the_clear(&self) -> u64 {
         let mut list = self.b.command("nft");
         let listed = list.args(["-j", "list", "counter", "inet", "test", "clear"]);
@@ -164,7 +165,7 @@ fn wait_for_listener(host: &Host, port: u16, expected: bool) {
     }
 }
 
-/// Counts packets from the wire for the toolstack's ports.
+/// Starts to count the packets to the toolstack's ports that arrive over the link.
 fn count(host: &Host) {
     nft(
         host,
@@ -339,7 +340,7 @@ fn a_stopped_tunnel_refuses_and_leaks_nothing() {
     assert_eq!(scene.in_the_clear(), 0);
 }
 
-/// While the tunnel is stopped, another user's program listens on its port.
+/// While the tunnel is stopped, another user's program listens on the tunnel's port.
 ///
 /// Claim H15 of docs/security.
 #[test]

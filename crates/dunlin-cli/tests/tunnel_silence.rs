@@ -20,8 +20,8 @@ const SILENT_IN_SOAK: usize = 10_000;
 const EACH: usize = 250;
 /// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;
-/// The maximum number of the tunnel's open files, besides one for each channel. A tunnel has about
-/// 40 descriptors with a trunk and its lanes, and up to 64 unauthenticated connections.
+/// The maximum number of the tunnel's open files, not counting one for each channel. With a trunk
+/// and its lanes, a tunnel has about 40 files. Unauthenticated connections add up to 64.
 const FILES: usize = 150;
 const GROWTH_BYTES: u64 = 32 << 20;
 
@@ -52,8 +52,8 @@ fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let far = scene.far.child.id();
     let (_, before) = held(far);
     let mut silent = VecDeque::new();
-    // Opens the trunk between the tunnels now, because a connection that finds the kernel's backlog
-    // full is retried only a second later.
+    // Open a channel, and with it the trunk, before the silent connections fill the backlog. The
+    // kernel retries a connection to a full backlog only a second later.
     let mut channels = vec![scene.channel()];
     let (mut slowest, mut files) = (Duration::ZERO, 0);
     for number in 1..=count {

@@ -171,7 +171,7 @@ fn an_inherited_environment_is_ignored() {
     assert_eq!(near.code(), Some(0));
 }
 
-/// A service manager's socket.
+/// The socket on which a service manager receives notifications.
 struct Manager(UnixDatagram);
 
 impl Manager {
@@ -289,7 +289,7 @@ fn the_services_are_no_root_and_read_certificates_by_a_group() {
         for line in [
             "DynamicUser=yes",
             "SupplementaryGroups=dunlin",
-            // For the status socket.
+            // This group has access to the status socket.
             "SupplementaryGroups=dunlin-status",
             "CapabilityBoundingSet=",
         ] {
@@ -307,7 +307,7 @@ fn the_services_are_no_root_and_read_certificates_by_a_group() {
     assert!(directory.iter().any(|line| line == wanted), "{directory:?}");
 }
 
-/// Checks the formula in docs/tunnel/operation.md.
+/// The unit's `MemoryMax` must follow the formula in docs/tunnel/operation.md.
 #[test]
 fn i8_the_service_has_the_memory_that_the_default_limits_permit() {
     let limits = Limits::default();

@@ -429,9 +429,9 @@ fn poke(pid: u32, memory_bytes: u64) {
     memory.unwrap().write_all_at(&[7], address).unwrap();
 }
 
-/// Makes one page differ, first at the destination and then at the source. At the destination, the
-/// migration does not overwrite the page, because the page is zero at the source. At the source,
-/// the dirty log does not record the change.
+/// Changes one page, in one run at the destination and in another run at the source. At the
+/// destination, the migration does not overwrite the page, because the page is zero at the source.
+/// At the source, the dirty log does not record the change.
 #[test]
 fn i3_the_demo_fails_if_the_memories_differ() {
     let Some(_turn) = kvm() else { return };

@@ -62,9 +62,9 @@ fn cpu(process: &Process) -> Duration {
     Duration::from_millis(10 * ticks)
 }
 
-/// Migrates repeatedly until the VM moves. `short` is the process that lacks descriptors: it gets
-/// one more for each attempt, so its uses of descriptors fail one after another. Returns the number
-/// of failures.
+/// Migrates repeatedly until the VM moves. `short` is the process that lacks descriptors. At each
+/// attempt it may open one descriptor more, so each attempt fails at a later use of a descriptor.
+/// Returns the number of failures.
 fn one_more_each_time(
     hosts: &Hosts,
     source: &Process,

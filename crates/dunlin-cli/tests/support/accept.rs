@@ -110,9 +110,9 @@ impl Scene {
     }
 
     /// Checks that a client of `own.test` completes its handshake, and that its socket is delivered
-    /// and carries a line each way; returns the socket's description. Without kernel TLS the
-    /// handshake still completes. Then, however, the client gets an alert, the log states the
-    /// reason, and the receiver gets nothing; `tests/kernel` tests the delivery.
+    /// and carries a line each way; returns the socket's description. On a kernel without TLS,
+    /// checks instead that the client gets an alert after its handshake, that the log states the
+    /// reason, and that the receiver gets nothing. `tests/kernel` tests the delivery in any case.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
             let why = accept.process.wait_for("fault=kernel name=own.test");

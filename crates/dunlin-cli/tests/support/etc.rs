@@ -17,7 +17,8 @@ pub const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 pub const GROUP: u32 = 4712;
 
 /// Two hosts, each with directories of its own in place of /etc/dunlin, /etc/sysctl.d, /run and
-/// /var/lib/dunlin. On both, a.test and b.test are names with an IPv4 and an IPv6 address.
+/// /var/lib/dunlin. On both hosts, each of the names a.test and b.test has an IPv4 and an IPv6
+/// address.
 pub struct Scene {
     pub link: Link,
     pub a: Host,
@@ -65,7 +66,7 @@ impl Scene {
         self.command_after(host, "true", command)
     }
 
-    /// A command on a host, after a line of shell in the same mounts.
+    /// A command on a host. The shell command `first` runs before it, with the same mounts.
     pub fn command_after(&self, host: &str, first: &str, command: &Command) -> Command {
         let mounts = [
             ("etc", "/etc/dunlin"),

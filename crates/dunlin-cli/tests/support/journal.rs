@@ -3,7 +3,7 @@
 
 use dunlin::engine::journal::{Record, State};
 
-/// A record with `state` of the first attempt of session `number`.
+/// The record of session `number` in its first attempt, in the state `state`.
 pub fn record(number: u8, state: State) -> Record {
     Record {
         state,

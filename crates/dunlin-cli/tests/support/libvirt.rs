@@ -97,8 +97,9 @@ impl Scene {
         fs::write(self.config(side), text).unwrap();
     }
 
-    /// Kills the tunnel of a host. Waits until the other tunnel refuses redirected connections: it
-    /// accepts them for a second, while it tries to reach the peer again.
+    /// Kills the tunnel of a host. Waits until the other host's tunnel refuses redirected
+    /// connections. At first that tunnel still accepts them: for a second, it tries to reach the
+    /// killed tunnel again.
     pub fn stop(&mut self, side: Side) {
         self.tunnels[side as usize] = None;
         if self.tunnels[side.other() as usize].is_some() {
@@ -117,16 +118,17 @@ impl Scene {
         }
     }
 
-    /// Waits until both tunnels accept redirected connections, which they do while they reach each
-    /// other.
+    /// Waits until both tunnels accept redirected connections. A tunnel does so only if it reaches
+    /// the other tunnel.
     fn wait_open(&self) {
         for side in [Side::A, Side::B] {
             self.wait_listener(side, true);
         }
     }
 
-    /// Waits until the listener for redirected connections is open or closed. The connections of
-    /// this function are not redirected. If the listener is open, it accepts and then closes them.
+    /// Waits until the listener for redirected connections is open, or closed, as `is_open` says.
+    /// This function connects to it directly; an open listener accepts such a connection and then
+    /// closes it.
     fn wait_listener(&self, side: Side, is_open: bool) {
         let deadline = Instant::now() + TIMEOUT;
         let connects = || TcpStream::connect((Ipv4Addr::LOCALHOST, REDIRECT_PORT)).is_ok();

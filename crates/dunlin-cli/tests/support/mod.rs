@@ -241,7 +241,7 @@ impl Process {
         self.wait_for_any(&[event])
     }
 
-    /// Waits for the first of several events.
+    /// Waits until one of several events occurs.
     pub fn wait_for_any(&self, events: &[&str]) -> Value {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -288,7 +288,8 @@ impl Process {
     }
 }
 
-/// Two hosts with certificates from one authority, `a.test` and `b.test`, in one directory.
+/// Two hosts, `a.test` and `b.test`, with certificates from one authority. One directory has the
+/// files of both.
 pub struct Hosts {
     pub scratch: Scratch,
 }
@@ -318,15 +319,15 @@ impl Hosts {
         succeed(command);
     }
 
-    /// Issues an identity of the authority `ca` that expires after `valid`, with a precision of one
-    /// second. Returns a time at which it has certainly expired.
+    /// Issues an identity that expires after `valid`, with a precision of one second. The authority
+    /// `ca` signs it. Returns a time at which the identity has certainly expired.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
         let expired = Instant::now() + valid + Duration::from_secs(1);
         self.issue_until(directory, name, OffsetDateTime::now_utc() + valid);
         expired
     }
 
-    /// Issues an identity of the authority `ca` that has already expired.
+    /// Issues an identity that has already expired. The authority `ca` signs it.
     pub fn issue_expired(&self, directory: &str, name: &str) {
         let expired = OffsetDateTime::now_utc() - Duration::from_secs(10);
         self.issue_until(directory, name, expired);

@@ -20,9 +20,9 @@ pub struct Wire {
 }
 
 /// The size of the queue of a limited wire. TCP keeps at most two packets of 64 KiB for each lane
-/// in the queue, so all lanes of a test together do not fill it. If the sender's own queue
-/// overflowed, no acknowledgement would report the loss. An otherwise idle lane would then retry
-/// after 200 ms, which lengthens the downtime.
+/// in the queue, so all lanes of a test together do not fill it. If the queue overflowed, it would
+/// drop the last packets of a lane, and no later packet would make the receiver report the loss.
+/// TCP would send these packets again only after 200 ms, which lengthens the downtime.
 const QUEUE_BYTES: u32 = 4 << 20;
 
 /// The addresses of both ends, from the block for documentation (RFC 5737).
@@ -31,7 +31,7 @@ const A: &str = "192.0.2.1";
 
 impl Wire {
     /// Creates a wire that carries `megabits` Mbit/s from `a` to `b`, or any rate if that is `None`.
-    /// Without the permission to create namespaces, returns `None`, but in CI panics.
+    /// If this process may not create namespaces, panics in CI and returns `None` elsewhere.
     pub fn new(megabits: Option<u32>) -> Option<Self> {
         match Self::make(megabits) {
             Ok(wire) => Some(wire),

@@ -147,8 +147,8 @@ pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     command.args(["--send-fd", "0"]);
     let done = finish_with(command, theirs);
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-    // Without a message, this waits for the end of file, which arrives only when no process has the
-    // other end open.
+    // If the command sends no message, `receive` returns at the end of file. The end of file
+    // arrives only when no process has the other end open.
     let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
     assert_eq!(
         received.bytes,

@@ -191,8 +191,9 @@ pub fn listen_redirected(host: &Host, family: Family) -> TcpListener {
     listen_redirected_at(host, family, more)
 }
 
-/// Listens at one of the redirects' ports. `more` is the position of the other host's address in
-/// `peers`, sorted as text.
+/// Listens at one of the ports for redirected connections. There is one port for each address in
+/// `peers`, in the order of the addresses as text. `more` is the position of the other host's
+/// address in that order, from 0.
 pub fn listen_redirected_at(host: &Host, family: Family, more: u16) -> TcpListener {
     listen(host, (loopback(family), REDIRECT + more))
 }
@@ -273,8 +274,8 @@ pub fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// Asserts that no connection waits in a listener. The kernel adds a connection to the listener
-/// before the other side's connect returns.
+/// Asserts that no connection waits in a listener. The check needs no delay: the kernel would have
+/// added a connection to the listener before the client's connect returned.
 pub fn assert_idle(listener: &TcpListener) {
     let error = listener.accept().expect_err("a connection waits");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);

@@ -29,7 +29,7 @@ pub struct Page {
 impl Page {
     /// Serves the status of the processes below `control`.
     ///
-    /// This build is not optimised, so the page gets all the CPU time that it needs.
+    /// The limit of CPU time is 100 percent, because tests run a build without optimisations.
     pub fn start(control: &Path) -> Self {
         Self::limited(control, 100)
     }

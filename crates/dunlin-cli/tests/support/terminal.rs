@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 
-/// Longer than anything that a test waits for.
+/// A time limit that is longer than any wait of a passing test.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the program has drawn. Attributes are ignored.
@@ -57,7 +57,7 @@ impl Terminal {
         unlockpt(&master).unwrap();
         let name = std::ffi::OsString::from_vec(ptsname(&master, Vec::new()).unwrap().into());
         let mut open = OpenOptions::new();
-        // O_NOCTTY: the program gets the terminal, and the test does not.
+        // O_NOCTTY: this must not become the test's controlling terminal, only the program's.
         open.read(true).write(true).custom_flags(0o400);
         let end = open.open(name).unwrap();
         let keys = File::from(master);

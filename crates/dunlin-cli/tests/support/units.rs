@@ -7,8 +7,9 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Done, Scratch, finish};
 
-/// The limit of each service's exposure level, in tenths (systemd-analyze(1)). The network accounts
-/// for most of the level of the first two. The last two run as root, with CAP_NET_ADMIN.
+/// The limit of each service's exposure level (systemd-analyze(1)), multiplied by ten. The first
+/// two services have most of their level because they use the network. The last two run as root,
+/// with CAP_NET_ADMIN.
 const EXPOSURE: [(&str, u32); 5] = [
     ("dunlin-tunnel.service", 16),
     ("dunlin-accept.service", 15),

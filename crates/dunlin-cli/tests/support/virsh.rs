@@ -1,4 +1,5 @@
-//! A virsh of two hosts without libvirt. A VM is a file with its name: `HOST/UUID` in a directory.
+//! A script that replaces virsh and simulates two hosts without libvirt. Each VM is a file: a VM on
+//! host `a` is the file `a/UUID` in the script's directory.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -11,11 +12,11 @@ use std::time::{Duration, Instant};
 use super::support::{Scratch, words};
 
 /// Runs each command of a line, as virsh does. The URI decides which host answers: host `a` for a
-/// local URI. A migration waits while the file `hold/UUID` exists, and then moves the VM. With a
-/// file `fail/UUID`, the migration fails instead. Files in other directories change a VM. With
-/// `off/UUID` it is off at host `a`. With `leaving/UUID` a migration of it is under way. With
-/// `lands/UUID` it arrives at host `b` when a host is asked for its free memory. With `paused/UUID`
-/// it is paused.
+/// local URI. A migration waits while the file `hold/UUID` exists, and then moves the VM. If the
+/// file `fail/UUID` exists, the migration fails instead. Other files set the state of the VM: with
+/// `off/UUID`, the VM is off at host `a`. With `leaving/UUID`, a migration of the VM is under way.
+/// With `lands/UUID`, the VM arrives at host `b` when a host is asked for its free memory. With
+/// `paused/UUID`, the VM is paused.
 const SCRIPT: &str = r#"#!/bin/sh
 case $2 in qemu:///* | *//a/*) host=a ;; *) host=b ;; esac
 shift 2
