@@ -1,11 +1,11 @@
 //! Confinement: the privileges that a VM's process, a tunnel or `handoff accept` drops after its
 //! start.
 //!
-//! An attacker that takes over a confined process, from the guest or a peer, gains no privileges,
-//! few system calls, and access only to the files that the process needs. Only the thread that
-//! applies the confinement and the threads that it starts later are completely confined, so this
-//! must happen before the process starts a second thread. docs/decisions/0010-confinement.md gives
-//! the reasons. The parts, for a VM's process without IPsec lanes:
+//! An attacker that takes over a confined process, from the guest or a peer, has no privileges. It
+//! can use few system calls, and only the files that the process needs. Threads that already run
+//! are not completely confined. A process must therefore apply the confinement before it starts a
+//! second thread. docs/decisions/0010-confinement.md gives the reasons. The parts, for a VM's
+//! process without IPsec lanes:
 //!
 //! | part | what remains |
 //! | --- | --- |
@@ -15,10 +15,11 @@
 //!
 //! A tunnel's routes may change while it runs, and so may the paths that the tunnel uses. A tunnel
 //! therefore keeps the capabilities for other users' sockets, for low ports and, if its
-//! configuration sets owners of sockets, for changing owners. It reads files and creates local
-//! sockets wherever file permissions allow, but writes, creates and executes no other files. It
-//! removes files only in the directory of control sockets and in those of the sockets that it had
-//! at its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
+//! configuration sets owners of sockets, for changing owners. It can read files and create unix
+//! sockets wherever file permissions allow. It cannot write, create or execute any other files. It
+//! can remove files only in the directory of control sockets, and in the directories of the sockets
+//! that it had at its start. `handoff accept` keeps less, because it needs no low ports and removes
+//! no files.
 
 mod calls;
 mod files;
@@ -126,8 +127,9 @@ impl Confining {
     ///
     /// # Errors
     /// A directory that the process needs cannot be created, or the Landlock rules cannot be built.
-    /// With `--confine yes`, also if a part fails, or if the process could read every file because
-    /// no directory of identities is known. The error names the part. Other parts may be in force.
+    /// With `--confine yes`, a part that fails is an error too; the error names the part, and other
+    /// parts may be in force. Without a directory of identities, the process could read every file,
+    /// which is also an error with `--confine yes`.
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
         if self.confine == Whether::No {
             return Ok(Applied::new(self.confine).line());
@@ -183,8 +185,8 @@ impl ConfiningService {
     /// Like [`Confining::apply`], for a tunnel. `control` is the directory of the control socket,
     /// and `sockets` are the directories of the other sockets that the tunnel removes. The tunnel
     /// may give its sockets to the owners and groups in `owners`. `against` is a reason not to
-    /// confine the tunnel, and its remedy. For example, the programs of routes with `exec` would be
-    /// confined too.
+    /// confine the tunnel, with the remedy. One such reason is a route with `exec`, because its
+    /// program would be confined too.
     ///
     /// # Errors
     /// `--confine yes` was given, but a part failed or there is a reason `against` it. The error

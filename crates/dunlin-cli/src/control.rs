@@ -166,8 +166,8 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
             Err(error) => Err(error),
         },
         Err(error) => {
-            // Read the request before the error is sent, because the client sends the whole request
-            // before it reads the answer.
+            // Read the request before sending the error. If bytes of the request stayed unread, the
+            // client could fail to send the rest, and it reads the answer only after sending all.
             let _ = read_request::<S::Request>(&mut BufReader::new(connection));
             Err(error).context("cannot carry out the request")
         }

@@ -1,4 +1,4 @@
-//! The fault code of an error with which a command ends, or which it logs.
+//! Finds the fault code of an error that a command logs or with which it ends.
 
 use std::error::Error;
 
@@ -12,9 +12,9 @@ use dunlin_tunnel::{DemandError, Failure, TunnelError};
 
 type Cause = dyn Error + 'static;
 
-/// The fault code of an error, and the party at fault. An error in the use of a command has no
-/// code. If a shortage caused the error, the code is that of the shortage, not that of the step
-/// that failed.
+/// The fault code of an error, and the party at fault. An error in a command's arguments has no
+/// code. If a lack of descriptors or memory caused the error, the code names this lack, not the
+/// step that failed.
 pub(crate) fn fault_of(error: &anyhow::Error) -> Option<(FaultCode, AtFault)> {
     match fault_behind(error.as_ref()) {
         Some(code) => Some((code, code.at_fault())),

@@ -181,8 +181,9 @@ pub(crate) fn load_identity(
     Ok((identity, warnings.map(ToString::to_string).collect()))
 }
 
-/// Whether the warning is about a key that only its owner and the services' group can read. `dunlin
-/// libvirt enable` and the commands in the documentation install keys with these permissions.
+/// Whether the warning is about a key that only its owner and the group [`SERVICES`] can read.
+/// `dunlin libvirt enable` and the commands in the documentation install keys with these
+/// permissions.
 fn is_for_services(warning: &Warning) -> bool {
     const WRITE_OR_EXECUTE: u32 = 0o030;
     let Warning::KeyOpenToGroup { path, mode } = warning else {

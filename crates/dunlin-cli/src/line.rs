@@ -79,8 +79,8 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
-    /// The parts of the confinement that are in force in this process, and the reasons why others
-    /// are not.
+    /// `by`: the parts of the confinement that are in force in this process. `lacks`: the parts
+    /// that are not in force, each with the reason.
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
@@ -152,7 +152,7 @@ pub(crate) enum Line {
     Rejected {
         text: String,
     },
-    /// The process ends because its VM has ended or because of a signal; `state` says which.
+    /// The process ends, because its VM has ended or because of a signal. `state` names the cause.
     Ended {
         state: String,
         code: i32,
@@ -349,10 +349,10 @@ pub(crate) struct HandoffLine {
     pub(crate) pid: u32,
     /// The address to which clients connect.
     pub(crate) address: String,
-    /// Connections that were handed over, by the server name.
+    /// For each server name, the number of connections that were handed over.
     pub(crate) handed_over: BTreeMap<String, u64>,
     pub(crate) forwarded: u64,
-    /// Clients that were refused, and connections of clients that failed, by the fault code.
+    /// For each fault code, the number of refused clients and of failed client connections.
     pub(crate) refused: BTreeMap<String, u64>,
     pub(crate) certificates: Vec<CertificateLine>,
 }

@@ -184,7 +184,7 @@ mod tests {
         ),
     ];
 
-    /// The commands that run something, below `command`.
+    /// The commands without subcommands at or below `command`, each with its full name.
     fn leaves(path: &str, command: &clap::Command) -> Vec<(String, clap::Command)> {
         let path = format!("{path}{}", command.get_name());
         if !command.has_subcommands() {

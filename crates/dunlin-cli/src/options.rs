@@ -292,12 +292,13 @@ pub(crate) fn ipsec_lanes(
     Ok(IpsecLanes::new(options, observer)?)
 }
 
-/// Advice to load the ESP offload module, which affects only SAs that are added afterwards.
+/// Advice to load the ESP offload module early: it affects only SAs that are added after it is
+/// loaded.
 pub(crate) fn offload_advice() -> Option<String> {
     let command = esp_offload().how_to_load()?;
     Some(format!(
-        "IPsec is slower without ESP segmentation offload, because TCP passes it one packet per \
-         segment; run `{command}` before this process starts"
+        "IPsec is slower without ESP segmentation offload, because TCP then passes packets of one \
+         segment each to IPsec; run `{command}` before this process starts"
     ))
 }
 

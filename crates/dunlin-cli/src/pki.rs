@@ -273,7 +273,7 @@ pub(crate) fn make_directory(directory: &Path) -> Result<()> {
             directory.display()
         );
     }
-    // No other user may replace the files, whatever the umask.
+    // With this mode, whatever the umask is, no other user can replace the files.
     control::make_directory(directory, 0o755)
 }
 

@@ -1,8 +1,9 @@
 //! The timeline of a migration: its spans in Chrome's trace format, for Perfetto or about:tracing.
 //!
-//! The VM's process records the timeline, and sends it with the result to the client, which writes
-//! the file. The process itself may lack the permission to write it. Thread 0 has the session with
-//! its iterations and steps, and each lane is a thread with the lane's number.
+//! The VM's process records the timeline, and sends it with the result to the client. The client
+//! writes the file, because the VM's process may lack the permission to do so. In the file, thread
+//! 0 has the session with its iterations and steps, and each lane is a thread with the lane's
+//! number.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

@@ -50,8 +50,8 @@ pub(super) fn cached(bytes: u64, provider: Provider, lanes: usize) -> Result<Spe
     Ok(cached_copy(bytes, lanes)? + cached_seal_and_open(bytes, provider, lanes)?)
 }
 
-/// Divides `bytes` of memory into `parts` ranges with equal numbers of batches, one range for each
-/// thread. The last ranges may be shorter or empty.
+/// Divides `bytes` of memory into `parts` ranges, one for each thread. All ranges have the same
+/// number of batches, except that the last ones may be shorter or empty.
 fn shares(bytes: u64, parts: usize) -> Vec<std::ops::Range<u64>> {
     let batch = BATCH_BYTES as u64;
     let share = bytes.div_ceil(batch).div_ceil(parts as u64) * batch;

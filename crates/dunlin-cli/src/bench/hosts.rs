@@ -77,8 +77,8 @@ pub(super) struct BetweenHosts {
     state: StatePath,
 }
 
-/// The variants: TLS, IPsec in mode cpu with one SA and with one for each CPU, and IPsec in mode
-/// connection.
+/// The measured variants: TLS; IPsec with one SA for all CPUs; IPsec with one SA for each CPU;
+/// IPsec with one SA for each lane.
 const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
     ("tls", None),
     ("ipsec-one-sa", Some((ModeName::Cpu, false))),

@@ -124,8 +124,8 @@ pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 /// Runs every piece of work on its own thread; returns the time that all of them took. All threads
 /// start at the same time. The wall time is from the first thread's start to the last thread's end.
-/// The threads themselves take these times, because the kernel sometimes resumes the calling thread
-/// long after it has started the other threads.
+/// The threads themselves read the clock for this: the kernel sometimes resumes the calling thread
+/// long after the other threads have started.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {

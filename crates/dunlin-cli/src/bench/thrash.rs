@@ -1,5 +1,5 @@
-//! `dunlin bench thrash`: a guest that dirties its memory faster than one lane carries it, over one
-//! lane and over two.
+//! `dunlin bench thrash`: migrates a guest that dirties its memory faster than one lane can carry
+//! it. Compares a migration over one lane with a migration over two lanes.
 //!
 //! The guest runs on KVM in one process and moves to another process: `vm run` and `vm receive`, as
 //! on two hosts. By default, the kernel limits each lane to 300 MiB/s, and the session limits
@@ -77,8 +77,9 @@ impl Thrash {
                         .with("session_bytes_per_s", self.rate)
                         .with("guest_bytes", self.size)
                         .with("content", "random")
-                        // In pages per second; the flags are in bytes per second. The defaults of
-                        // --dirty are above that of --lane-rate and below that of --rate.
+                        // In pages per second, unlike the flags, which are in bytes per second.
+                        // By default the rate is above --lane-rate and below --rate, so that two
+                        // lanes can carry it and one cannot.
                         .with("dirty_rate", pages_per_s)
                         .figure("total_s", moved.total_s)
                         .figure("one_lane_ratio", moved.total_s / one_lane_s)

@@ -124,8 +124,8 @@ const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// Calls that only a process with lanes over IPsec may make: in its IPsec records, a new file
-/// replaces the old one by rename.
+/// Calls that only a process with lanes over IPsec may make. Such a process has record files for
+/// IPsec, and it replaces an old file by renaming a new one.
 const FOR_RECORDS: &[libc::c_long] = &[
     #[cfg(target_arch = "x86_64")]
     libc::SYS_rename,
@@ -250,8 +250,8 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     Ok(Taken::wholly(NAME))
 }
 
-/// Installs a second filter in every thread, which forbids new local sockets and listening sockets.
-/// If `ipsec`, lanes may still bind their source ports.
+/// Installs a second filter in every thread. It forbids new unix sockets and listen(2). Unless
+/// `ipsec`, it also forbids bind(2): only lanes over IPsec bind their source ports.
 pub(super) fn deny_more_sockets(ipsec: bool) -> Result<()> {
     let mut denied = BTreeMap::from([
         (
@@ -391,15 +391,16 @@ fn with_arguments(work: &Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> 
     if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
         with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
-        // The control socket gets mode 0600 before the file of the socket exists.
+        // Before the process binds its control socket, it gives the socket mode 0600.
         with.push((libc::SYS_fchmod, vec![rule(&[equals(1, owner_alone)])?]));
     }
     Ok(with)
 }
 
-/// Calls with which a tunnel sets the mode and the owner of its sockets. A thread with a umask of
-/// its own sets the mode, and the owner is changed through an open descriptor. A filter cannot see
-/// which file a descriptor refers to, so only the configured owners and groups are permitted.
+/// Calls with which a tunnel sets the mode and the owner of its unix sockets. A thread with its own
+/// umask creates each socket, so the socket has the right mode. The tunnel changes the owner
+/// through an open descriptor. A filter cannot see which file that descriptor refers to, so it
+/// permits only the configured owners and groups.
 fn for_sockets(owners: &[FileAccess]) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let own_umask = vec![rule(&[equals(0, libc::CLONE_FS as u64)])?];
     let mut calls = vec![

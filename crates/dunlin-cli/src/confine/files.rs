@@ -197,7 +197,7 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     Ok(ruleset)
 }
 
-/// Access rights by path. Paths that do not exist are ignored later.
+/// Access rights by path. The caller ignores paths that do not exist.
 fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<AccessFs>)> {
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let owned = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();

@@ -1,8 +1,8 @@
 //! A confined child process tries operations that must fail and operations that must work.
 //!
-//! The child is this test program, started again with the parts to apply in its environment. The
-//! file rules and the dropped privileges are also tested alone, because another part that forbids
-//! the same operation would hide a failure.
+//! The child is this test program, started again. Environment variables tell it which parts of the
+//! confinement to apply. The file rules and the dropped privileges are also tested alone: if such a
+//! part failed to forbid an operation, another part that also forbids it would hide the failure.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -167,7 +167,8 @@ fn a_confined_process_with_a_control_socket_never_listens() {
     assert_each(&outcomes, "ENOSYS", NEVER_CALLED);
 }
 
-/// Operations with system calls that neither a VM's process without IPsec nor a tunnel makes.
+/// Operations that need a forbidden system call. Two kinds of process never make these calls: a
+/// VM's process without IPsec, and a tunnel.
 const NEVER_CALLED: &[&str] = &[
     "execute a program",
     "start a program",

@@ -22,8 +22,8 @@ pub(crate) struct Demo {
     /// The guest's memory [default: 1G, or 256M for each guest with --evacuate].
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(super) memory: Option<u64>,
-    /// Move N guests at once, 1 to 16, as if a host were emptied: all of them arrive in one
-    /// process.
+    /// Move N guests at the same time, 1 to 16, as when a host is emptied. All of them arrive in
+    /// one process.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
     pub(super) evacuate: Option<u16>,
     /// Number of data lanes, 1 to 128; `auto` takes one for each CPU, from 2 to 8.

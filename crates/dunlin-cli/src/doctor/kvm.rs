@@ -10,7 +10,8 @@ use dunlin_microvm::{KvmSupport, kvm_support};
 
 use super::verdict::{Verdict, setting};
 
-/// Which users may handle page faults that the kernel itself causes, as QEMU must in post-copy.
+/// Which users may use userfaultfd for page faults that the kernel itself causes. QEMU needs that
+/// permission in post-copy.
 #[derive(Clone, Copy, Debug)]
 struct FaultAccess {
     /// `vm.unprivileged_userfaultfd`; `None` if the kernel has no userfaultfd.

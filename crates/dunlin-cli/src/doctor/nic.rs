@@ -100,7 +100,10 @@ fn offload(check: &str, what: &str, wanted: &[&str], devices: &[Device]) -> Verd
     if values.is_empty() {
         let mut means = format!("this host's processors seal and open {what}");
         if !available.is_empty() {
-            means = format!("{means}; a card can do it after: {}", available.join(", "));
+            means = format!(
+                "{means}; a card can do this instead after: {}",
+                available.join(", ")
+            );
         }
         return Verdict::ok(check, "none", means);
     }

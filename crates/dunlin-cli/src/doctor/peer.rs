@@ -15,7 +15,7 @@ use crate::line::millis;
 use crate::text::{clean, count};
 use crate::tunnel::{Config, PEER_PORT, Report, prober, unix};
 
-/// Bytes with which the path is measured.
+/// How many bytes a measurement of the path sends.
 const MEASURED_BYTES: u64 = 64 << 20;
 /// If the clocks of two hosts differ by this time or more, the times in their logs cannot be
 /// compared.
@@ -219,8 +219,9 @@ fn clock_difference(theirs: u64, now: SystemTime, elapsed: Duration) -> Verdict 
     let fix = "synchronise the clocks of both hosts (chrony, systemd-timesyncd)";
     match least {
         least if least >= MUCH.as_millis() => {
-            let means =
-                format!("new certificates may be not yet valid on the other host; {uncertain}");
+            let means = format!(
+                "a new certificate of one host may be not yet valid on the other host; {uncertain}"
+            );
             Verdict::fail(check, value, means, fix)
         }
         least if least >= SOME.as_millis() => {

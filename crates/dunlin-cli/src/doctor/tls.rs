@@ -16,9 +16,9 @@ use crate::identity::{chosen, crypto};
 
 /// The suite of a connection between two hosts that allow all suites.
 const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-/// A core that seals and opens fewer bytes per second than this fills 2 Gbit/s at most. The cause
-/// is a processor without AES instructions, a CPU model of a virtual machine without them, or
-/// emulation.
+/// A core that seals and opens fewer bytes per second than this can fill a link of at most
+/// 2 Gbit/s. The cause is emulation, a processor without AES instructions, or a virtual machine
+/// with a CPU model that lacks these instructions.
 const LEAST_SPEED: f64 = 256.0 * 1024.0 * 1024.0;
 const NO_TLS: &str = "modprobe tls, or use a kernel with CONFIG_TLS";
 
@@ -40,8 +40,8 @@ pub(super) fn auto() -> Vec<Verdict> {
     ]
 }
 
-/// The verdict on a choice of `auto`. `auto` requires nothing of the kernel, so the choice does not
-/// fail at present.
+/// The verdict on a choice of `auto`. At present `choice` is never an error, because `auto` falls
+/// back to the process if the kernel lacks something.
 fn choice(check: &str, choice: Result<Choice>) -> Verdict {
     match choice {
         Ok(choice) => {

@@ -11,7 +11,8 @@ use crate::libvirt::{QemuConf, are_reserved};
 use crate::redirect::{Rules, has_nft, rules_in_force};
 use crate::text::chained;
 
-/// `config` is the path of a configuration with redirects, if there is one.
+/// Examines the packet filter's rules for redirects. `config` is the path of a configuration with
+/// redirects, if there is one.
 pub(super) fn redirects(config: Option<&Path>) -> Vec<Verdict> {
     let check = "redirect.rules";
     let may_ask = has(Capability::Network).unwrap_or(false);
@@ -65,7 +66,7 @@ fn rules(found: Result<Rules>) -> Verdict {
     }
 }
 
-/// `conf` is the file with the settings of libvirt's QEMU driver.
+/// Examines libvirt's settings. `conf` is the file with the settings of libvirt's QEMU driver.
 pub(super) fn libvirt(conf: &Path, has_redirect: bool) -> Vec<Verdict> {
     let checks = ["libvirt.migration", "libvirt.ports"];
     // libvirt's package creates the directory. Without the file, libvirt uses its defaults.

@@ -13,7 +13,8 @@ pub(crate) struct Verdict {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) peer: Option<String>,
     pub(crate) state: State,
-    /// What was found. Except for speeds and times, it changes only if the host changes.
+    /// What the check found. Two runs on an unchanged host find the same, except for speeds and
+    /// times.
     pub(crate) value: String,
     /// What this means for migrations.
     pub(crate) means: String,

@@ -71,7 +71,7 @@ impl Carry {
             let _no_request = lock(&asked.is_over);
             before = self.settings();
         }
-        // libvirt keeps the figures of an earlier migration if this one fails at once.
+        // If this migration fails immediately, libvirt still reports the figures of an earlier one.
         let stale = is_new.then(|| self.last_job()).flatten();
         if is_new && self.is_off() {
             return Ended {

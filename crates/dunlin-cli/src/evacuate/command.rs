@@ -32,7 +32,8 @@ use crate::text::{clean, count};
 /// The highest rate that virsh takes, in MiB/s. It is libvirt's default.
 const UNLIMITED: u64 = (1 << 43) - 1;
 
-/// A warning about a repeated request is shown once: after this many refusals.
+/// The number of refusals of a repeated request after which a warning is shown. Later refusals show
+/// no further warning.
 const REFUSALS: u32 = 5;
 
 /// What the threads of an evacuation send to the main thread.
@@ -271,8 +272,8 @@ impl<'a> Moves<'a> {
             Happened::Refused(vm, what, reason) => {
                 let times = self.refused.entry((vm, what)).or_default();
                 *times += 1;
-                // These requests are repeated, because libvirt refuses them until QEMU has begun.
-                // So warn only after several refusals.
+                // libvirt refuses these requests until QEMU has begun the migration, so the caller
+                // repeats them. Warn only after several refusals.
                 let is_repeated = matches!(what, "domjobabort" | "migrate-postcopy" | "suspend");
                 if *times == if is_repeated { REFUSALS } else { 1 } {
                     let name = &self.moves[vm].vm.name;
@@ -304,8 +305,8 @@ impl<'a> Moves<'a> {
         let of = &self.moves[vm].vm;
         let phase = match &seen.at {
             Where::Paused(reason) if reason.starts_with("post-copy") => Phase::Postcopy,
-            // libvirt gives the same reason for a guest that was paused at its time limit and for a
-            // switchover.
+            // libvirt reports the reason "migrating" in two cases: this command has paused the
+            // guest at its time limit, or the switchover has begun. `is_paused` tells them apart.
             Where::Paused(_) if self.asked[vm].is_paused.load(Ordering::SeqCst) => Phase::Paused,
             Where::Paused(reason) if reason == "migrating" => Phase::Switchover,
             Where::Running | Where::Paused(_) => Phase::Copying,
@@ -454,8 +455,8 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
-/// The first signal while VMs move asks for the end of the evacuation. Any other signal ends the
-/// process.
+/// Waits for signals. If VMs are moving, the first signal makes the evacuation end early, and a
+/// second signal ends the process. If none is moving, the first signal ends the process.
 fn await_signals(ends: &EndSignals, is_moving: &AtomicBool, sender: &Sender<Happened>) {
     if let Ok(signal) = ends.wait() {
         if !is_moving.load(Ordering::SeqCst) {

@@ -1,5 +1,5 @@
-//! What the hosts say before anything moves: the VMs, the room for them, and what an earlier run
-//! left.
+//! The facts that the hosts report before a VM moves: the source's VMs, the destinations' free
+//! memory, and what has become of the VMs of an earlier run.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,11 @@ use super::virsh::Virsh;
 
 #[derive(Debug)]
 pub(super) struct Facts {
-    /// VMs at the source that this run can plan to move.
+    /// VMs at the source for which this run plans a migration.
     pub(super) vms: Vec<Vm>,
     pub(super) destinations: Vec<Destination>,
-    /// VMs that this run cannot plan to move, and VMs of an earlier run.
+    /// Results that are final before this run plans: of VMs that it cannot move, and of VMs of an
+    /// earlier run.
     pub(super) entries: Vec<Entry>,
 }
 
@@ -43,7 +44,7 @@ impl Entry {
         let seconds = |job: &Job| Some(job.number("time_elapsed")? as f64 / 1000.0);
         self.duration_s = self.duration_s.or_else(|| job.and_then(seconds));
         self.bytes = job.and_then(Job::bytes);
-        // Before the end of the migration, the field is the downtime that QEMU expects.
+        // Until the migration has ended, the field `downtime` is only QEMU's estimate.
         let is_over = |job: &&Job| self.result == Outcome::Moved && job.is_completed();
         self.downtime_ms = job.filter(is_over).and_then(|job| job.number("downtime"));
         self

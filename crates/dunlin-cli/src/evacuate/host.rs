@@ -1,4 +1,4 @@
-//! What one libvirt says about its VMs and its memory.
+//! What the libvirt of one host reports about the host's VMs and memory.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -171,7 +171,7 @@ fn dirty_rate(domstats: &str) -> Option<u64> {
     field("dirtyrate.megabytes_per_second")?.parse().ok()
 }
 
-/// Where a VM is, as this host says.
+/// Where a VM is, according to this host's libvirt.
 pub(super) fn whereabouts(virsh: &Virsh, uuid: &str) -> Where {
     let ask = || -> Result<Where> {
         let all = uuids(&virsh.ask(&["list", "--all", "--uuid"])?)?;
@@ -223,7 +223,7 @@ pub(super) fn completed(virsh: &Virsh, uuid: &str) -> Option<Job> {
     ];
     let words = ["domjobinfo"].iter().chain(&flags).chain([&uuid]);
     let job = Job::parse(&virsh.ask(&words.copied().collect::<Vec<_>>()).ok()?).ok()?;
-    // After a restart, the daemon has no figures.
+    // After a restart of libvirt's daemon, the output has no figures.
     job.bytes().is_some().then_some(job)
 }
 
@@ -247,7 +247,7 @@ mod tests {
         assert!(vm.is_paused && vm.is_persistent);
     }
 
-    /// Tests output that virsh does not print.
+    /// Malformed text in place of virsh's output must not yield a VM or a number.
     #[test]
     fn i7_malformed_output_names_no_vm() {
         assert_eq!(vm("u", ""), None);

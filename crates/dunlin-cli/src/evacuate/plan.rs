@@ -26,7 +26,7 @@ pub(super) struct Vm {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) uri: String,
-    /// The bytes of memory for arriving VMs.
+    /// How many bytes of memory the host can give to arriving VMs.
     pub(super) free: u64,
 }
 
@@ -35,7 +35,8 @@ pub(super) struct Destination {
 pub(super) enum Order {
     Smallest,
     Busiest,
-    /// Names or UUIDs. The other VMs follow, the smallest first.
+    /// First the VMs with these names or UUIDs, in this order. The other VMs follow, the smallest
+    /// first.
     Listed(Vec<String>),
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Entry {
     /// The bytes of memory and disks that libvirt sent.
     pub(super) bytes: Option<u64>,
     pub(super) downtime_ms: Option<u64>,
-    /// An earlier run moved the VM or left it in doubt.
+    /// Whether an earlier run moved the VM or left it in doubt.
     #[serde(default)]
     pub(super) earlier: bool,
 }
@@ -65,7 +65,7 @@ impl Record {
         let directory = state.directory()?.join("evacuate");
         let path = directory.join(format!("{}.json", file_name(from)));
         let what = || format!("cannot write {}", path.display());
-        // Create the state directory, too, with the mode that journals require of it.
+        // This also creates the state directory. Journals accept it only with this mode.
         let mut builder = DirBuilder::new();
         let made = builder.recursive(true).mode(0o700).create(&directory);
         made.with_context(what)?;

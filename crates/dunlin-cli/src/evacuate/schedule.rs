@@ -154,7 +154,7 @@ impl Schedule {
         let mut actions = self.requests(now);
         let started = self.start(now);
         let rates = self.rates();
-        // Lower the rates of other VMs before another VM starts, and raise rates after that.
+        // First lower rates, then start VMs, then raise rates, to stay within the budgets.
         let (fall, rise): (Vec<_>, Vec<_>) = rates.into_iter().partition(|(falls, _)| *falls);
         actions.extend(fall.into_iter().map(|(_, action)| action));
         for vm in started {
@@ -236,7 +236,7 @@ impl Schedule {
         let next = waiting.next()?;
         let has_place = !self.is_halted && with.len() < self.rules.parallel;
         with.push(next);
-        // virsh has no rate below 1 MiB/s.
+        // virsh has no rate below 1 MiB/s, so start no VM if a share would be less.
         let is_enough = || !self.shares_of(&with).contains(&Some(0));
         (has_place && is_enough()).then_some(next)
     }

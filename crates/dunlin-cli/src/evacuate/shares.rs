@@ -71,8 +71,8 @@ mod tests {
 
     #[test]
     fn what_a_narrow_destination_leaves_the_others_get() {
-        // Two VMs share the 40 of destination 0. The other two share the remaining 60 of the
-        // source; their destinations would allow 40 each.
+        // Two VMs share the 40 MiB/s of destination 0. The other two VMs share the remaining
+        // 60 MiB/s of the source, although their destinations would allow each of them 40 MiB/s.
         let shares = of(&[0, 0, 1, 2], Some(100), Some(40));
         assert_eq!(shares, [Some(20), Some(20), Some(30), Some(30)]);
         assert_eq!(

@@ -173,7 +173,7 @@ impl Show {
         self.event(&object, &format!("{}: switchover", clean(name)));
     }
 
-    /// `at` is the VM's number, if its migration was started.
+    /// Prints the result of a VM. `at` is the VM's number, if its migration was started.
     pub(super) fn ended(&mut self, at: Option<usize>, entry: &Entry) {
         let progress = at.and_then(|at| self.moving.remove(&at));
         if let Some(Progress { bar: Some(bar), .. }) = progress {

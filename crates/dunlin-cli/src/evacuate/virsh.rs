@@ -119,8 +119,8 @@ impl Virsh {
         }
     }
 
-    /// The outputs of several commands over one connection; that of a failed command is empty. The
-    /// commands consist of words without quotes and semicolons.
+    /// Runs several commands over one connection and returns the output of each. The output of a
+    /// failed command is empty. The commands consist of words without quotes and semicolons.
     pub(super) fn batch(&self, commands: &[String]) -> Result<Vec<String>> {
         if commands.is_empty() {
             return Ok(Vec::new());
@@ -138,9 +138,9 @@ impl Virsh {
     }
 }
 
-/// The line after the output of each command of a batch. It cannot be a line of virsh: a line that
-/// contains a domain's name begins with other words, and a name has no line breaks. `--quiet` is
-/// not used, because virsh would then print this line without a line break.
+/// The line after the output of each command of a batch. No output contains this line: a line that
+/// shows a domain's name begins with other words, and a name has no line breaks. Do not use
+/// `--quiet`, because it makes virsh print this line without a line break.
 const END: &str = "dunlin-end-of-output";
 
 /// Starts a program with bounded outputs and no signal blocked.

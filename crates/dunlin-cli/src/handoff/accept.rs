@@ -54,8 +54,8 @@ pub(crate) struct Accept {
     /// name in the same order.
     #[arg(long = "to", value_name = "unix:PATH", required = true, value_parser = parse_path)]
     to: Vec<PathBuf>,
-    /// Forward clients with other names or without one to this server: tcp:HOST:PORT or unix:PATH
-    /// [default: reject them].
+    /// Server for clients that send another name or no name: tcp:HOST:PORT or unix:PATH [default:
+    /// reject them].
     #[arg(long = "else", value_name = "TARGET", value_parser = parse_target)]
     other: Option<Target>,
     /// Send the forwarded client's address to the server in a PROXY protocol header.
@@ -123,8 +123,8 @@ impl Accept {
         let tally = Arc::new(Tally::default());
         let tls = self.tls(&tally)?;
         let listener = self.listen.open(&sockets, "--listen")?;
-        // Close the passed sockets, because the port would otherwise stay open after the acceptor
-        // stops.
+        // Close the sockets that systemd passed to this process. Otherwise the port would stay open
+        // after the acceptor stops.
         drop(sockets);
         let published = self.control.as_ref().map(|_| {
             let control = self.control.clone();

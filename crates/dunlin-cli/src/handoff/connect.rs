@@ -1,9 +1,9 @@
 //! `dunlin handoff connect`: a toolstack's helper that returns a connected socket with kernel TLS.
 //!
-//! The steps run in this order, so that each failure is reported precisely: arguments, TCP,
-//! handshake with the peer's certificate, kernel TLS in both directions, one line per socket on
-//! standard output, passing the sockets. A failure prints one line on standard error, exits with
-//! code 1 and passes no socket.
+//! The steps run in this order, so that each failure is reported precisely: check the arguments,
+//! connect by TCP, perform the handshake and check the peer's certificate, install kernel TLS in
+//! both directions, print one line per socket on standard output, pass the sockets. After a failure
+//! the command prints one line on standard error, exits with code 1 and passes no socket.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
@@ -60,8 +60,8 @@ pub(crate) struct Connect {
     /// Server name to send to the peer (SNI).
     #[arg(long, value_name = "NAME")]
     sni: Option<String>,
-    /// A name that the certificate must contain, or its pin; repeatable [default: any name, because
-    /// pool certificates have none].
+    /// A name that the certificate must contain, or its pin; repeatable [default: names are not
+    /// checked, because the certificates of a xapi pool have none].
     #[arg(
         long = "peer",
         value_name = "NAME|PIN",

@@ -155,7 +155,7 @@ impl SessionLine {
             (true, true) => format!("up, process {process}"),
             (true, false) => format!("not up, process {process}"),
             (false, _) => format!(
-                "left by process {process}, which died or gave it up: `dunlin ipsec clean` removes it"
+                "left by process {process}, which died or gave the session up: `dunlin ipsec clean` removes it"
             ),
         };
         format!(

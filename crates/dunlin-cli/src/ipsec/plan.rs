@@ -17,7 +17,7 @@ use crate::options::{Cpus, parse_lanes};
 
 /// Default port of a plan, as in the examples for `dunlin vm receive` and in QEMU's documentation.
 const PORT: &str = "4444";
-/// A plan's SPIs are examples. In a session, the receiver chooses SPIs at random.
+/// First SPI of a plan, as an example. In a session, the receiver chooses SPIs at random.
 const FIRST_SPI: u32 = 0x1000;
 /// First request id of a plan. A session uses a free range of request ids.
 const FIRST_REQID: u32 = 1 << 16;

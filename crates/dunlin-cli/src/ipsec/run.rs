@@ -168,7 +168,7 @@ impl FromStr for BoundPeer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // Neither names nor pins contain an equals sign, so the first one precedes the addresses.
+        // Names and pins contain no equals sign, so the addresses follow the first equals sign.
         let (peer, addresses) = match text.split_once('=') {
             Some((peer, addresses)) => (peer, Some(addresses)),
             None => (text, None),
@@ -235,7 +235,8 @@ pub(crate) struct Up {
     /// contain this name unless --name is given.
     #[arg(long, value_name = "HOST[:PORT]")]
     peer: String,
-    /// Ports to protect: connections with either port in this range.
+    /// Ports to protect. A connection is protected if its source or destination port is in this
+    /// range.
     #[arg(long, value_name = "A-B")]
     ports: PortRange,
     /// How traffic is spread over SAs.
@@ -362,7 +363,7 @@ fn addresses_of(to: &str, limit: Duration, cancel: &DialCancel) -> BTreeSet<IpAd
 }
 
 fn with_port(peer: &str) -> String {
-    // An IPv6 address contains colons itself, so a port can follow it only if it is in brackets.
+    // An IPv6 address contains colons, so a port can follow only an address in brackets.
     let bracketed = peer.starts_with('[');
     let has_port = match peer.rsplit_once(':') {
         Some((host, port)) => {
@@ -480,7 +481,7 @@ impl Held {
                 certificates: certificates.unwrap_or_default(),
                 ..held.answer()
             };
-            // An answer without floating-point numbers and maps can always be written as JSON.
+            // This cannot fail, because JSON can represent every field of `Answer`.
             serde_json::to_string(&answer).unwrap_or_default()
         })?;
         Ok(published)

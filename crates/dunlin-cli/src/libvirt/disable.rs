@@ -75,8 +75,8 @@ impl Disable {
             self.report.step("rules", what);
         }
         if has_systemd() && !has_others {
-            // Disable the units of the rules, and the tunnel only if its configuration has nothing
-            // else.
+            // Disable the units of the rules. Disable the tunnel's unit only if nothing is left in
+            // its configuration except what `enable` wrote.
             let [rules, watch, tunnel] = UNITS;
             let mut words = vec!["disable", "--now", rules, watch];
             if is_empty {

@@ -68,8 +68,8 @@ pub(crate) struct Enable {
     /// libvirt's configuration of QEMU.
     #[arg(long, value_name = "FILE", default_value = "/etc/libvirt/qemu.conf")]
     qemu_conf: PathBuf,
-    /// Use unix sockets, one for each VM, instead of a redirect, which needs nftables in the
-    /// kernel. `dunlin libvirt migrate` then migrates a VM.
+    /// Use unix sockets, one for each VM, instead of a redirect. Only a redirect needs nftables in
+    /// the kernel. With sockets, migrate VMs with `dunlin libvirt migrate`.
     #[arg(long, conflicts_with_all = ["ports", "users", "local", "plain_from"])]
     sockets: bool,
     /// Show what would be done, and change nothing.
@@ -227,7 +227,8 @@ impl Enable {
         })
     }
 
-    /// The peers and the hosts without Dunlin that an earlier `enable` wrote.
+    /// What an earlier `enable` wrote to the configuration: the peers, and the hosts without
+    /// Dunlin.
     fn earlier(&self) -> Result<(Vec<NamedPeer>, Option<Plain>)> {
         let config = &self.config.config;
         let Some(text) = read(config)?.filter(|text| block::is_in(text)) else {
@@ -358,9 +359,9 @@ fn note(conf: &QemuConf, identity: &Path, report: &Report) {
 enum Tried {
     /// Bytes went to all peers and back.
     Works,
-    /// A peer does not answer, and the test of each peer that answers succeeds.
+    /// At least one peer does not answer. The tests of all other peers succeed.
     Silent,
-    /// A peer answers, but it refuses or has an unexpected identity.
+    /// At least one peer answers, but refuses or has an unexpected identity.
     Fails,
 }
 

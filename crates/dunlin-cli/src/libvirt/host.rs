@@ -75,7 +75,8 @@ pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
     )
 }
 
-/// The group of the services; `None` if this host does not have it.
+/// The number of the group in which Dunlin's services run; `None` if this host does not have the
+/// group.
 pub(super) fn group() -> Option<u32> {
     let groups = fs::read_to_string("/etc/group").unwrap_or_default();
     groups.lines().find_map(|line| {
@@ -84,8 +85,7 @@ pub(super) fn group() -> Option<u32> {
     })
 }
 
-/// The private keys in an identity's directory that the group of the units has no permission to
-/// read.
+/// The private keys in an identity's directory that Dunlin's services have no permission to read.
 pub(super) fn unreadable_keys(identity: &Path) -> Vec<PathBuf> {
     let group = group();
     let is_readable = |path: &Path| {

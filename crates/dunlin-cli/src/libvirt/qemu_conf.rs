@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use dunlin_ipsec::PortRange;
 
-/// The port range of libvirt without a setting.
+/// The port range that libvirt uses if qemu.conf sets none.
 const PORTS: (u16, u16) = (49152, 49215);
 
 /// The settings of a host's libvirt.

@@ -1,4 +1,4 @@
-//! What `disable` has to restore.
+//! The record of what `dunlin libvirt enable` has changed, so that `disable` can restore it.
 
 use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
@@ -36,7 +36,7 @@ impl Record {
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let what = || format!("cannot write {}", path.display());
         if let Some(directory) = path.parent() {
-            // The mode that journals require of their directory.
+            // The directory also holds journals, and those require this mode of their directory.
             let mut builder = DirBuilder::new();
             let made = builder.recursive(true).mode(0o700).create(directory);
             made.with_context(what)?;

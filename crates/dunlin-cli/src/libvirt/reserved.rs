@@ -23,7 +23,8 @@ pub(super) fn covers(setting: &str, ports: PortRange) -> bool {
     with(setting, ports) == text(ranges(setting))
 }
 
-/// Removes `ports` from the setting, except the ports that `before` contained.
+/// Removes `ports` from the setting. Keeps those that `before` contains: the setting as it was
+/// before Dunlin added `ports`.
 pub(super) fn without(setting: &str, ports: PortRange, before: &str) -> String {
     let before = ranges(before);
     let was_there = |port: u16| {

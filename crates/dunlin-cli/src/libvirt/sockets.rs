@@ -186,7 +186,9 @@ fn make_directory(user: &str, group: &str, report: &Report) -> Result<()> {
     replace(Path::new(TMPFILES), &text, 0o644)?;
     let id = |found: std::io::Result<Option<u32>>, name: &str| match name.parse() {
         Ok(number) => Ok(number),
-        Err(_) => found?.with_context(|| format!("{name} does not exist: install libvirt first")),
+        Err(_) => found?.with_context(|| {
+            format!("the user or group {name} does not exist: install libvirt first")
+        }),
     };
     let (user_id, group_id) = (id(user_id(user), user)?, id(group_id(group), group)?);
     fs::create_dir_all(DIRECTORY)

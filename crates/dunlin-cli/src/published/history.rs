@@ -27,7 +27,7 @@ pub(crate) const MAX_ENTRIES: usize = 100;
 /// six bytes for a byte of a text.
 const ENTRY_LIMIT_BYTES: u64 = 16 << 10;
 
-/// Maximum length of a name or of the text of an error in an entry.
+/// Maximum bytes of each text in an entry: a name, or the text of an error.
 const MAX_TEXT: usize = 400;
 
 /// How long the writing of an entry may delay the end of its migration.
@@ -115,7 +115,7 @@ fn shortened(text: &str) -> String {
     text[..end].to_owned()
 }
 
-/// The directory of the history; `None` if the control path names one socket.
+/// The directory of the history; `None` if the control path is a socket instead of a directory.
 pub(crate) fn directory(control: &ControlPath) -> Option<PathBuf> {
     Some(control.directory()?.join(HISTORY))
 }

@@ -190,8 +190,9 @@ fn refuse_unprotected(redirects: &[Addressed]) -> Result<()> {
     let ends = |one: &TcpConnection| format!("{} to {}", one.local, one.peer);
     let list: Vec<String> = found.iter().map(ends).collect();
     bail!(
-        "{} in the clear, perhaps of a migration, would stay unprotected (at fault: this side): \
-         {}; wait until they end, or use --force, which lets them continue in the clear",
+        "the rules cannot protect {} already under way in the clear, possibly of migrations (at \
+         fault: this side): {}; wait until they end, or use --force, which lets them continue in \
+         the clear",
         count(found.len() as u64, "connection"),
         list.join(", ")
     )

@@ -31,7 +31,7 @@ pub(super) fn delete() -> Result<bool> {
     Ok(true)
 }
 
-/// A table, by family and name, in nft's JSON; `None` if there is none.
+/// Returns the table `table` (family and name) in nft's JSON format; `None` if it does not exist.
 pub(super) fn list(table: &str) -> Result<Option<Value>> {
     if !exists(table)? {
         return Ok(None);

@@ -4,7 +4,7 @@
 //! ```text
 //!  a local user's SYN  ─▶ nat_output: to the tunnel's listener, for the configured users
 //!                         output: any other SYN to the peers is reset
-//!  a routed SYN        ─▶ forward: reset if it is to a peer, as from a container or VM
+//!  a routed SYN        ─▶ forward: reset if it is to a peer (for example, from a VM)
 //!  a SYN from the wire ─▶ input: reset, except from the hosts in plain_from
 //! ```
 //!

@@ -18,7 +18,7 @@ pub(super) struct Source {
 /// What the rules are made from.
 pub(super) struct Read {
     pub(super) redirects: Vec<Redirect>,
-    /// The first port of the tunnel's listeners.
+    /// The first port of the tunnel's listeners for redirected connections.
     pub(super) port: u16,
     /// The user of the tunnel.
     pub(super) user: String,

@@ -1,4 +1,5 @@
-//! The table as nft lists it, and comparisons of two lists.
+//! The nftables table with the rules of all redirects, as nft lists it, and comparisons of two such
+//! lists.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -168,8 +169,8 @@ fn named(object: &Value) -> String {
     }
 }
 
-/// Sets the name of the table in force in a listed copy, and adds the hooks that the copy's chains
-/// lack.
+/// Makes a listed copy comparable with the table in force. The copy has another name, and its
+/// chains have no hooks; this function sets both as in the table in force.
 fn complete(copy: &mut Value) {
     let (_, table) = TABLE.split_once(' ').unwrap_or_default();
     for object in copy["nftables"].as_array_mut().into_iter().flatten() {

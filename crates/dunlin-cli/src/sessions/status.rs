@@ -23,8 +23,8 @@ pub(crate) struct Status {
     state: StatePath,
     #[command(flatten)]
     control: ControlPath,
-    /// Show the last migrations of `dunlin vm` on this host that have ended, instead of sessions
-    /// and tunnels. The newest is the last.
+    /// Show the most recent ended migrations of `dunlin vm` on this host, the newest at the end,
+    /// instead of sessions and tunnels.
     #[arg(long)]
     history: bool,
     /// Print one JSON object for each session and each tunnel, or for each ended migration.
@@ -70,7 +70,7 @@ impl Status {
 
     fn show_history(&self) -> Result<i32> {
         let Some(directory) = history::directory(&self.control) else {
-            bail!("--control must be a directory: the history is in a subdirectory");
+            bail!("--control must be a directory, because the history is in a subdirectory of it");
         };
         let finished = history::read(&directory);
         for (_, one) in &finished {

@@ -43,8 +43,8 @@ const HELP: &[&str] = &[
     "Any key closes this help.",
 ];
 
-/// A column: its name, its width, its rank, and its cells. A screen that is too narrow for all
-/// columns lacks those of the lowest ranks.
+/// A column: its name, its width, its rank, and a function that returns the text of a cell. On a
+/// screen that is too narrow for all columns, those with the lowest ranks are left out.
 type Column = (&'static str, usize, u8, fn(&Figures) -> Option<String>);
 
 const COLUMNS: [Column; 6] = [
@@ -64,7 +64,7 @@ pub(super) struct Painter {
 }
 
 impl Painter {
-    /// Without colours if NO_COLOR is set and not empty (no-color.org).
+    /// A painter that uses colours, unless NO_COLOR is set and not empty (no-color.org).
     pub(super) fn from_environment() -> Self {
         let none = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         Self { colours: !none }
@@ -400,7 +400,7 @@ fn styled(text: &str, width: usize, style: Style) -> impl Iterator<Item = Line<'
     lines.map(move |line| Line::styled(line, style))
 }
 
-/// Draws the lines from number `first` on.
+/// Draws the lines, starting with line number `first`.
 fn page(buffer: &mut Buffer, area: Rect, lines: &[Line<'_>], first: usize) {
     for (y, line) in lines.iter().skip(first).enumerate() {
         put(buffer, area, y, line);

@@ -1,5 +1,5 @@
 //! A snapshot as rows: one for each session, tunnel, route, listener, peer and keying session, and
-//! for each process or journal that cannot be read. The row that needs attention most comes first.
+//! for each process or journal that cannot be read. The most urgent row comes first.
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
@@ -84,11 +84,11 @@ pub(super) struct Cancel {
 /// A rate that can be limited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Limited {
-    /// The rate of a migration, by the control socket of the VM's process.
+    /// The rate of a migration. The path is the control socket of the VM's process.
     Session(PathBuf),
-    /// The rate of a route of the tunnel behind a control socket.
+    /// The rate of a route of a tunnel: the tunnel's control socket and the route's name.
     Route(PathBuf, String),
-    /// The rate to a peer of the tunnel behind a control socket.
+    /// The rate of a tunnel to a peer: the tunnel's control socket and the peer's selector.
     Peer(PathBuf, String),
 }
 
@@ -213,7 +213,8 @@ fn of_session(session: &Session, silent: Option<&str>, rates: Option<&Rates>) ->
     let line = &session.line;
     let is_source = line.role == "source";
     let live = line.live.as_ref();
-    // The process can report a later migration of the VM, in which this host has the opposite role.
+    // The process may already report a later migration of the VM, in which this host has the
+    // opposite role. That migration does not belong to this row.
     let migration = live
         .and_then(|live| live.migration.as_ref())
         .filter(|migration| migration.role == line.role);

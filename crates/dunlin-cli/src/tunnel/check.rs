@@ -117,8 +117,8 @@ fn peers(routes: &Routes) -> Vec<Entrance> {
     peers
 }
 
-/// Reads a configuration; returns it, and a tunnel with its identity. The tunnel accepts no
-/// connections of hypervisors.
+/// Reads a configuration. Returns the configuration, and a tunnel with the identity that the
+/// configuration names. The tunnel accepts no connections of hypervisors.
 pub(crate) fn prober(config: &Path) -> Result<(Config, Tunnel)> {
     let (config, identities) = read(config)?;
     let tunnel = tunnel(&config, identities, &[])?;

@@ -143,7 +143,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         let least = limits.channels as u64 * (256 << 10);
         if limits.peer_bytes < least {
             let text = format!(
-                "peer_memory below {} MiB, the minimum for channels = {}: raise peer_memory, or \
+                "peer_memory is below {} MiB, the minimum for channels = {}: raise peer_memory, or \
                  lower `channels`",
                 least.div_ceil(1 << 20),
                 limits.channels
@@ -236,12 +236,13 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     })
 }
 
-/// Reports the parts that need `listen`, because the configuration has no `listen`.
+/// Reports the parts that need `listen`. Called if the configuration does not set it.
 fn needs_no_listener(file: &File, exits: &[Exit], found: &mut Found<'_>) {
     for exit in exits {
         let at = file.route.get(&exit.route).map_or(0..0, Spanned::span);
         let text = format!(
-            "route {} has a target, and no peer can connect: add listen = \"0.0.0.0:{PEER_PORT}\"",
+            "route {} has a target, but no peer can connect without `listen`: add listen = \
+             \"0.0.0.0:{PEER_PORT}\"",
             exit.route
         );
         found.add(&at, text);

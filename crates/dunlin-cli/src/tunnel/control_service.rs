@@ -51,8 +51,8 @@ pub(crate) enum Request {
         /// The mode of the unix socket.
         #[serde(default)]
         mode: Option<u32>,
-        /// Accept one connection, which the client opens itself; close the listener if the client
-        /// hangs up before that.
+        /// Accept one connection, which the client of this control socket opens itself. Close the
+        /// listener if the client hangs up before it has opened the connection.
         once: bool,
         /// Send a second answer when the listener's last connection has ended.
         wait: bool,
@@ -94,7 +94,7 @@ pub(super) struct ControlService {
     control: PathBuf,
     began: Instant,
     rules: Rules,
-    /// The number of the next socket of a listener without a given address.
+    /// The number for the name of the next listener's socket, if the request gives no address.
     next: AtomicU64,
 }
 

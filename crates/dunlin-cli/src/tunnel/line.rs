@@ -10,7 +10,7 @@ use crate::text::clean;
 /// A running tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TunnelLine {
-    /// The stem of the file name of the tunnel's configuration.
+    /// The file name of the tunnel's configuration, without the extension.
     pub(crate) name: String,
     pub(crate) pid: u32,
     pub(crate) control: String,
@@ -28,7 +28,7 @@ pub(crate) struct TunnelLine {
     /// The number of lanes that were lost or could not be opened.
     #[serde(default)]
     pub(crate) lanes_lost: u64,
-    /// The items of the tunnel's identities that expire.
+    /// The items of the tunnel's identities, such as certificates, each with its expiry date.
     #[serde(default)]
     pub(crate) certificates: Vec<CertificateLine>,
 }
@@ -139,8 +139,8 @@ pub(crate) struct PeerLine {
     /// Why the peer gets no new channel, if it gets none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) refused: Option<String>,
-    /// The address and the reason, if the most recent attempt to open a lane in one of the
-    /// directions failed.
+    /// The address and the reason, if in one of the directions the most recent attempt to open a
+    /// lane failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) trouble: Option<String>,
 }

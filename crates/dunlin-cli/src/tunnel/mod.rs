@@ -37,13 +37,13 @@ pub(crate) enum Command {
     /// Check a configuration and its certificates, and report every mistake; with --connect, test
     /// the path to each peer.
     Check(check::Check),
-    /// Add a listener to a running tunnel, for one VM's migration for example; prints its address.
-    /// It closes with its last connection.
+    /// Add a listener to a running tunnel, for example for one VM's migration, and print its
+    /// address. The listener closes with its last connection.
     Open(ask::Open),
     /// Limit the rate at which a running tunnel sends on a route or to a peer, until the
     /// configuration is reloaded.
     Set(ask::Set),
-    /// Close a listener of `open`; its connections continue.
+    /// Close a listener that `open` added. The listener's connections continue.
     Close(ask::Close),
     /// Carry standard input and output through a running tunnel.
     Stdio(stdio::Stdio),

@@ -18,8 +18,9 @@ use super::config::redirect::{Listeners, Redirect, RedirectPeer};
 use super::config::table::Port;
 use crate::log;
 
-/// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks names
-/// up before each comparison of the rules, and the tunnel ignores a result older than 30 s.
+/// Time limit for the lookup of one name. It is short, because `dunlin redirect watch` looks up all
+/// names before each comparison of the rules. The tunnel ignores a comparison that is older than
+/// 30 s.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Adds the routes of the configuration's redirects. Logs a warning for each host name that cannot

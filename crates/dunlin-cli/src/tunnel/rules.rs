@@ -38,7 +38,7 @@ impl Rules {
         Self(directory.join("state.json"))
     }
 
-    /// The state of the rules, as `redirect watch` found it last.
+    /// The state of the rules, as `redirect watch` most recently found it.
     pub(super) fn read(&self) -> RulesLine {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now_s = now.map_or(0, |since| since.as_secs());

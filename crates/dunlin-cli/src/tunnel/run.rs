@@ -236,7 +236,7 @@ fn log_event(event: &Event) {
 fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
     if config.starts_programs {
         return Some((
-            "a confined tunnel cannot start programs, which routes with exec do",
+            "routes with exec start programs, but a confined tunnel cannot start any",
             "run those routes in a separate tunnel",
         ));
     }

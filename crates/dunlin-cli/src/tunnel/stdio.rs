@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The process copies the bytes instead of passing its descriptors to the tunnel. The descriptors
-//! may be files, which cannot be polled. A mode that the tunnel sets on a descriptor would affect
-//! the other programs that use the descriptor. A unix socket does not show whether the channel was
+//! may be files, which cannot be polled. If the tunnel set a descriptor to non-blocking mode, this
+//! would affect all programs that share it. A unix socket does not show whether the channel was
 //! aborted or ended, so the control socket reports that. If standard input or output is a pipe, the
 //! kernel moves the bytes without copying them to this process.
 
@@ -76,8 +76,8 @@ impl Stdio {
             return Ok(FAILED);
         }
         let code = client.done(false)?;
-        // If reading the input failed, the target cannot tell the truncated input from a complete one.
-        // So the exit code reports the failure.
+        // If reading the input failed, the target cannot tell the truncated input from a complete
+        // one. So the exit code reports the failure.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED
         } else {

@@ -41,7 +41,7 @@ use crate::vm::request::Decision;
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
     pub(crate) json: bool,
-    /// Whether the process can own several VMs, so that lines name the VM.
+    /// Whether the process can own several VMs. If so, each line about a VM names it.
     pub(crate) several: bool,
 }
 
@@ -159,7 +159,7 @@ impl ControlService {
         })
     }
 
-    /// The state of another VM of this process.
+    /// Creates the state for another VM of this process.
     pub(crate) fn another(&self) -> Arc<Self> {
         let (journal, records) = (self.journal.clone(), self.ipsec_records.clone());
         Self::new(self.output, journal, records, self.history.clone())
@@ -309,8 +309,8 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// Keeps the VM until it ends or moves away, or until a signal ends this process. The service
-    /// already holds this VM. Returns the exit code.
+    /// Waits until the VM ends or moves away, or until a signal ends this process. Returns the exit
+    /// code. The caller has passed the VM to `hold` before.
     pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         start("vm-watch", move || {
@@ -392,8 +392,8 @@ impl ControlService {
         }
     }
 
-    /// The status for the status socket, with the items of the process's identity. A process without
-    /// a VM is `waiting`.
+    /// The status for the status socket, with the certificates of the process's identity. A process
+    /// without a VM has the state `waiting`.
     pub(crate) fn report(&self, certificates: Vec<CertificateLine>) -> String {
         let mut status = self.status().unwrap_or_else(|_| StatusLine {
             pid: std::process::id(),

@@ -118,7 +118,7 @@ fn parse_cap(text: &str) -> Result<Cap, String> {
     }
     parse_rate(text)
         .map(Some)
-        .map_err(|error| format!("{error}; write none for no limit"))
+        .map_err(|error| format!("{error}; or write none for no limit"))
 }
 
 #[derive(Debug, Args)]

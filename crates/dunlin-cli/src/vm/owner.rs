@@ -72,8 +72,8 @@ impl Own {
         let several = count > 1;
         if several && self.control.directory().is_none() {
             bail!(
-                "--control names one socket, but each of several VMs has its own (at fault: \
-                 configuration): give a directory"
+                "--control names one socket, but each of several VMs needs its own socket (at \
+                 fault: configuration): give a directory"
             );
         }
         self.log.start(None);
@@ -247,7 +247,8 @@ fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) 
     }
 }
 
-/// Adds a migration that has ended to the history; `line` is the migration's last line.
+/// Adds a migration that has ended to the history. `line` is the last line of the answer to the
+/// client, which states the result.
 fn add_to_history(service: &ControlService, vm: &str, moving: &Moving, line: &Line) {
     let migration = moving.line();
     let finished = Finished::now("source", vm, &migration.peer, migration.seconds);

@@ -48,12 +48,12 @@ pub(crate) struct Receive {
     /// not count. Until then it takes up one of the `--sessions`.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
-    /// Number of VMs to wait for, 1 to 128. They may arrive at once. The process owns all of them,
-    /// and ends after the last has ended or moved away.
+    /// Number of VMs to wait for, 1 to 128. They may arrive at the same time. The process owns all
+    /// of them, and ends after the last VM has ended or moved away.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
     sessions: u16,
-    /// Rate limit for all VMs that arrive, together, such as 500M (bytes per second). Each gets an
-    /// equal part; the others get what one of them does not use.
+    /// Rate limit of all arriving VMs together, such as 500M (bytes per second). Each VM gets an
+    /// equal part. What a VM does not use is divided among the others.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     rate: Option<u64>,
     /// Digest the memory as it was when the guest resumed, for a parent process that compares the
@@ -425,7 +425,7 @@ struct Said<'a> {
 
 #[derive(Default)]
 struct Arrival {
-    /// The source, until it has offered a VM.
+    /// The name of the source between its connection and its offer of a VM.
     peer: Option<String>,
     /// The VM's name.
     name: Option<String>,

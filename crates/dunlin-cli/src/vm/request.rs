@@ -38,7 +38,8 @@ pub(crate) enum Request {
         rate: Option<u64>,
     },
     /// Cancel the migration under way. If this is the first request of a connection, the answer
-    /// follows when the migration has ended.
+    /// follows when the migration has ended. On the connection of `Migrate` it has no answer of its
+    /// own.
     Cancel,
     /// Query the destination again about a VM in doubt, and act on its answer.
     AskDestination {

@@ -38,7 +38,7 @@ pub(super) fn at_source(event: &Event) {
     }
 }
 
-/// Logs the result of a migration at the source; `session` is its span.
+/// Logs the result of a migration at the source; `session` is the span of the migration.
 pub(super) fn ended(session: &Span, line: &Line) {
     match line {
         Line::Moved(moved) => info!(

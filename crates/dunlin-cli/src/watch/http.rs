@@ -22,8 +22,8 @@ pub(super) trait Connection: Read + Write + Send {
     /// Limits the time of each following read and write.
     fn set_limit(&self, limit: Duration) -> io::Result<()>;
 
-    /// The address of this host to which the client has connected; loopback for a unix socket,
-    /// which a browser reaches only through a program of this host.
+    /// The address of this host to which the client has connected. For a unix socket, this is the
+    /// loopback address, because only programs of this host can connect to the socket.
     fn local(&self) -> io::Result<IpAddr>;
 }
 

@@ -356,7 +356,7 @@ fn expiries(snapshot: &Snapshot) -> BTreeMap<[String; 5], u64> {
     earliest
 }
 
-/// Passes `value` of every tunnel, if the tunnel has it.
+/// Calls `put` with the `value` of each tunnel that has one.
 fn tunnels(view: &View<'_>, put: Put<'_>, value: fn(&TunnelLine) -> Option<Value>) {
     for tunnel in &view.snapshot.tunnels {
         if let Some(value) = value(tunnel) {
@@ -365,7 +365,7 @@ fn tunnels(view: &View<'_>, put: Put<'_>, value: fn(&TunnelLine) -> Option<Value
     }
 }
 
-/// Passes a value of every route. `last` is the value of the last label, if there is one.
+/// Calls `put` with the `value` of each route. `last` is the value of the metric's last label.
 fn routes(view: &View<'_>, put: Put<'_>, last: &str, value: fn(&RouteLine) -> Value) {
     for tunnel in &view.snapshot.tunnels {
         for route in &tunnel.routes {
@@ -374,7 +374,7 @@ fn routes(view: &View<'_>, put: Put<'_>, last: &str, value: fn(&RouteLine) -> Va
     }
 }
 
-/// Passes a value of every peer.
+/// Calls `put` with the `value` of each peer.
 fn peers(view: &View<'_>, put: Put<'_>, value: fn(&PeerLine) -> Value) {
     for tunnel in &view.snapshot.tunnels {
         for peer in &tunnel.peers {
@@ -408,7 +408,7 @@ fn migrations<'a>(view: &View<'a>) -> impl Iterator<Item = (&'a SessionLine, &'a
     sessions.filter_map(|line| Some((line, line.live.as_ref()?.migration.as_ref()?)))
 }
 
-/// Passes a value of every migration from this host that has sent memory.
+/// Calls `put` with the `value` of each migration from this host that has sent memory.
 fn sending(view: &View<'_>, put: Put<'_>, value: fn(&ProgressLine) -> Value) {
     for (line, migration) in migrations(view) {
         if let Some(progress) = &migration.progress {
@@ -417,7 +417,7 @@ fn sending(view: &View<'_>, put: Put<'_>, value: fn(&ProgressLine) -> Value) {
     }
 }
 
-/// Passes a counter of every lane of every migration from this host that has sent memory.
+/// Calls `put` with the counter of each lane of each migration from this host that has sent memory.
 fn sending_lanes(view: &View<'_>, put: Put<'_>, counters: fn(&ProgressLine) -> Vec<(u16, u64)>) {
     for (line, migration) in migrations(view) {
         for (lane, count) in migration.progress.iter().flat_map(counters) {
@@ -426,7 +426,7 @@ fn sending_lanes(view: &View<'_>, put: Put<'_>, counters: fn(&ProgressLine) -> V
     }
 }
 
-/// Passes a counter of every SA; a removed SA has no counters.
+/// Calls `put` with the counter `value` of each SA. A removed SA has no counters.
 fn associations(view: &View<'_>, put: Put<'_>, value: fn(&AssociationLine) -> Option<u64>) {
     for session in &view.snapshot.ipsec {
         for one in &session.associations {

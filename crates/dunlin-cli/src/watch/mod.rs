@@ -3,9 +3,10 @@
 //!
 //! A [`Snapshot`] is what the journals and the control sockets say at one time, or what the status
 //! sockets ([`crate::published`]) say. [`rates::Rates`] are the bytes per second between two
-//! snapshots. `source` takes samples: a snapshot with its rates, as JSON and as `metrics`. The
-//! script of `page` shows the JSON. The metrics include the `totals` of ended migrations. `serve`
-//! serves the samples over `http`, within the CPU time of `budget`.
+//! snapshots. `source` takes samples. A sample contains a snapshot and its rates, once as JSON and
+//! once as text for `metrics`. The script of `page` shows the JSON. The metrics include the
+//! `totals` of ended migrations. `serve` serves the samples over `http`, within the CPU time of
+//! `budget`.
 
 mod budget;
 mod http;

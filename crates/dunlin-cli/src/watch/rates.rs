@@ -21,8 +21,8 @@ enum Counter {
     Association(u32, String),
 }
 
-/// A counter's value, and the time of the value in seconds. The time is that of the counter's
-/// process, or that of the snapshot if the process reports no time.
+/// A counter's value in bytes, and the time in seconds at which it was read. The time is from the
+/// clock that the counter's process reports, or that of the snapshot if the process reports none.
 type Value = (u64, f64);
 
 /// The rates between two snapshots, in bytes per second.

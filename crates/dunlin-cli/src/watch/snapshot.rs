@@ -423,8 +423,8 @@ impl Session {
     }
 }
 
-/// Whether an operator may have to settle the session with `dunlin resolve`: the VM may run at the
-/// destination, or has run there.
+/// Whether an operator may have to settle the session with `dunlin resolve`. This is so at a source
+/// that has no outcome, or that has a report that the VM ran at the destination and died.
 pub(crate) fn is_resolvable(entry: &Entry, record: &Record) -> bool {
     let undecided = State::Source(SourceRecord::Committing);
     let died = State::Source(SourceRecord::RanThenDied);

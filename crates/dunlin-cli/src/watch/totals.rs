@@ -61,7 +61,7 @@ pub(super) struct Totals {
     /// The durations of the parts of downtimes, by part.
     pub(super) parts: BTreeMap<&'static str, Histogram>,
     pub(super) sent_bytes: u64,
-    /// The names of the entries when the history was last read.
+    /// The names of the entries that the history had at the last read.
     seen: BTreeSet<String>,
 }
 

@@ -85,16 +85,16 @@ pub(super) fn is_asked_for(
             "route {name} is a relay, which uses TLS: remove `mode` or `security`"
         )),
         "ipsec" if table.to.is_none() => Err(format!(
-            "route {name} connects to no peer from here, and the connecting side selects the \
-             security: remove `security`; [ipsec] is enough to admit lanes over IPsec"
+            "`security` of route {name} has no effect, because only the side that connects to the \
+             peer selects it: remove `security` here; [ipsec] alone admits lanes over IPsec"
         )),
         "ipsec" if !is_prepared => Err(format!(
             "route {name} uses IPsec: add [ipsec] on both hosts"
         )),
         "ipsec" => Ok(true),
         "plain" => Err(format!(
-            "route {name} would carry memory in the clear, which needs no tunnel: write \"tls\", \
-             or remove `security`"
+            "security \"plain\" of route {name} is not supported, because it would send memory in \
+             the clear: write \"tls\", or remove `security`"
         )),
         other => Err(format!(
             "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove `security`"

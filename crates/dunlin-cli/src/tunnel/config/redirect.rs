@@ -53,9 +53,9 @@ pub(crate) struct Redirect {
     pub(crate) mode: Mode,
 }
 
-/// The listeners for redirected connections, on loopback: one for each host in `peers`, so that a
-/// listener can be closed while its peer does not answer. The order of the hosts' names determines
-/// the ports, so that the tunnel and the rules agree.
+/// The listeners for redirected connections, on loopback. Each host in `peers` has its own, because
+/// the tunnel closes a listener while its peer does not answer. The ports follow the order of the
+/// hosts' names. The tunnel and the rules therefore use the same ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listeners {
     first: u16,
@@ -509,8 +509,8 @@ fn plain(
     })
 }
 
-/// A date, at most 90 days ahead. A date in the past is valid: if it were not, a host that boots
-/// after that day would have no rules.
+/// Parses a date that is at most 90 days ahead. A date in the past is valid: an error would leave a
+/// host that boots after that date without any rules.
 fn parse_until(text: &str, today: Date) -> Result<Date, String> {
     let latest = today + LONGEST_PLAIN;
     let date = parse_date(text)
@@ -579,7 +579,7 @@ fn mode(
 }
 
 impl Plain {
-    /// Whether the last day has passed, so that the rules accept nothing in the clear.
+    /// Whether the day `plain_until` has passed. If so, the rules accept nothing in the clear.
     pub(crate) fn is_over(&self, today: Date) -> bool {
         self.until < today
     }

@@ -36,12 +36,12 @@ pub(super) fn check(
     }
 }
 
-/// A user's number or name.
+/// Parses the number or the name of a user, and returns the number.
 pub(crate) fn parse_owner(text: &str) -> Result<u32, String> {
     parse_account("user", text, user_id)
 }
 
-/// A group's number or name.
+/// Parses the number or the name of a group, and returns the number.
 pub(crate) fn parse_group(text: &str) -> Result<u32, String> {
     parse_account("group", text, group_id)
 }
@@ -71,7 +71,7 @@ fn parse_account(
     }
 }
 
-/// The mode of a socket, in octal digits.
+/// Parses the mode of a socket, which is written in octal digits.
 pub(crate) fn parse_mode(text: &str) -> Result<u32, String> {
     let is_octal = !text.is_empty() && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
     let mode = is_octal

@@ -135,7 +135,8 @@ impl Found<'_> {
         given.flatten().unwrap_or_else(|| fastest::lanes(None))
     }
 
-    /// Adds a mistake for each present key that requires another key.
+    /// Adds a mistake for each of `keys` that the route has, because the route lacks the setting
+    /// `with` that they require.
     pub(super) fn misplaced(
         &mut self,
         route: &str,
@@ -215,7 +216,7 @@ pub(super) fn at<V>(value: &Option<Spanned<V>>) -> Option<Range<usize>> {
     value.as_ref().map(Spanned::span)
 }
 
-/// The accepting end of a route, with its peer at `to`.
+/// The end of a route at which hypervisors connect. Its peer is at `to`.
 pub(super) fn check_entrance(
     name: &str,
     table: &RouteTable,

@@ -81,7 +81,7 @@ fn the_names_follow_the_conventions_of_openmetrics() {
     }
 }
 
-/// The words of a text that begin with `dunlin_`.
+/// All words in a text that have the prefix `dunlin_`.
 fn names_in(text: &str) -> BTreeSet<String> {
     let is_part = |character: char| character.is_ascii_alphanumeric() || character == '_';
     let words = text.split(|character| !is_part(character));
