@@ -1,4 +1,5 @@
-//! Assembles the guest without an operating system, and builds the writer of the Linux guest.
+//! Assembles the bare guest, which has no operating system. Builds the program that writes to
+//! memory in the Linux guest.
 
 use std::env;
 use std::path::{Path, PathBuf};

@@ -159,8 +159,8 @@ fn i1_i2_any_process_killed_at_any_step_the_vm_runs_once_or_died_with_its_proces
 #[test]
 fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it() {
     let mut cases = cases(&[Victim::Source], Signal::Kill, true);
-    // Leave out the step before *committing* is written. A source that is restarted at this step
-    // finds no session in doubt, so it does not contact the destination.
+    // Leave out the step at which the source has not written *committing* yet. A source that is
+    // restarted at this step finds no session in doubt, so it does not contact the destination.
     cases.retain(|case| case.step != "committing-unwritten");
     play("SIGKILL of the source, restarted immediately", &cases);
 }

@@ -53,7 +53,7 @@ pub struct Count {
 pub struct Instructions {
     /// The median.
     pub count: f64,
-    /// The deviation in either direction.
+    /// The error of `count`, in instructions, upwards and downwards.
     pub error: f64,
 }
 

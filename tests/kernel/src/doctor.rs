@@ -7,7 +7,8 @@ use serde_json::Value;
 
 use crate::Guest;
 
-/// The network namespace in which the command runs: `ip netns exec` gives it a matching /sys.
+/// The network namespace in which the command runs. `ip netns exec` mounts the /sys of this
+/// namespace for the command.
 const HOST: &str = "examined";
 
 /// Compares all verdicts with those expected on this kernel, and checks that the command leaves no

@@ -162,7 +162,8 @@ pub fn call(command: Command) -> Called {
     called
 }
 
-/// Like [`connect`], but the caller has closed its socket, so that nothing can be passed to it.
+/// Like [`connect`], but closes the receiving end of `--send-fd` first, so that the command cannot
+/// pass a socket.
 ///
 /// # Panics
 /// The command does not start.
@@ -280,7 +281,8 @@ impl Accept {
         Self::command_of("dunlin", guest, more)
     }
 
-    /// Like [`Accept::command`], but starts the program `dunlin`, which may be another version.
+    /// Like [`Accept::command`], but runs the program `dunlin`, for instance another version of the
+    /// command.
     #[must_use]
     pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
         let to = format!("unix:{}", guest.folder().join("consumer").display());
@@ -413,7 +415,7 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
             receiver.try_clone().expect("descriptors are left"),
             sender.try_clone().expect("descriptors are left"),
         );
-        // Copying may fail, because a peer that has reported an error may have closed its
+        // The result is ignored: copying fails if a peer has reported an error and closed its
         // connection.
         thread::spawn(move || io::copy(&mut back.0, &mut back.1));
         let mut last = Vec::new();

@@ -66,8 +66,8 @@ pub struct Needs {
     /// The names of the crates' integration tests that are added to the path, as programs (see
     /// [`Guest::library_tests`]).
     pub library_tests: &'static [&'static str],
-    /// The time limit in seconds. After it, the test is killed and counts as hung. The limit of the
-    /// soak test is ten times as long.
+    /// The time limit in seconds. After it, the test is killed and counts as hung. In a soak test,
+    /// each test has ten times this limit.
     pub limit_seconds: u64,
     /// The kernels under which a run of the whole suite includes this test. The soak test uses both
     /// kernels for every test that names at least one of them.

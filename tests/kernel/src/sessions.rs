@@ -298,14 +298,15 @@ pub fn connect(guest: &Guest) {
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
-        // An earlier test in the same machine may have left this file; its mount is gone.
+        // An earlier test in the same virtual machine may have left the namespace's file, on which
+        // nothing is mounted any more. With this file, `ip netns add` would fail.
         let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
     for (host, address) in HOSTS {
-        // Automatic addresses would be added later and cause connections to look up their routes
-        // again.
+        // The kernel would add automatic IPv6 addresses later. Each new address makes connections
+        // look up their routes again.
         ip(&format!("-n {host} link set link-{host} addrgenmode none"));
         ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
         let address_6 = address.replace("10.0.0.", "fd00::");

@@ -153,9 +153,10 @@ impl Manager {
         prepare();
         guest.command("mount", &["-t", "cgroup2", "none", "/sys/fs/cgroup"]);
         fs::create_dir(GROUP).expect("the control group is new");
-        // Only process 1 enters the control group, and systemd then moves itself to a subgroup: a
-        // group with processes of its own cannot have subgroups with controllers. Use util-linux's
-        // unshare, because busybox's cannot create a control group namespace.
+        // A control group that contains processes cannot have subgroups with controllers. Therefore
+        // only process 1 of the new namespaces enters the group. It becomes systemd, which moves
+        // itself to a subgroup. Use util-linux's unshare, because busybox's cannot create a control
+        // group namespace.
         let script = format!(
             "echo 0 >{GROUP}/cgroup.procs; exec /usr/bin/unshare --cgroup sh -c 'umount \
              /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec /usr/lib/systemd/systemd \

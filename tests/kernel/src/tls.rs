@@ -403,7 +403,7 @@ impl Half {
     }
 }
 
-/// Creates a file in memory with this content. The file has no name.
+/// Creates a file in memory with this content, and removes the file's name.
 ///
 /// # Panics
 /// /dev/shm cannot be written.

@@ -33,8 +33,9 @@ pub struct Budget {
     pub source_crashes: u8,
     /// How many times the destination's process may die.
     pub destination_crashes: u8,
-    /// How many failures may occur: a failed record, pause, load, acquisition or resumption,
-    /// another failure of a side, or the loss of the destination's journal with its disk.
+    /// How many failures may occur. A failure is one of these: a record, a pause, a load, an
+    /// acquisition or a resumption fails; a side fails in another way; or the destination's journal
+    /// is lost with its disk.
     pub faults: u8,
     /// How many times an operator may cancel.
     pub cancellations: u8,

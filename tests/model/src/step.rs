@@ -32,8 +32,8 @@ pub enum Step {
         /// The lane's index.
         lane: usize,
     },
-    /// The source finds that its newest lane is lost, or its timeout expires. Messages in flight
-    /// may still arrive.
+    /// The source finds that its newest lane is lost, or waits for a message in vain until its time
+    /// limit. Messages in flight can still arrive.
     SourceLosesLane,
     /// An operator cancels at the source.
     SourceCancels,

@@ -62,7 +62,7 @@ pub struct DestinationSide {
     pub epoch: u8,
     /// The state of this side's copy of the VM.
     pub copy: Copy,
-    /// Whether this side holds the disks and devices, or some of them.
+    /// Whether this side holds at least one of the disks and devices.
     pub devices: bool,
 }
 
@@ -113,9 +113,9 @@ pub struct Lane {
     pub read: Vec<FromSource>,
     /// Sent by the destination, not yet processed.
     pub back: Vec<FromDestination>,
-    /// Whether the destination still reads and writes it.
+    /// Whether the destination still reads from this lane and writes to it.
     pub open: bool,
-    /// Whether new messages on it still reach the source.
+    /// Whether new messages on this lane still reach the source.
     pub heard: bool,
 }
 
@@ -142,7 +142,7 @@ pub struct History {
     pub unnoted: bool,
     /// The destination sent a report that was not in its journal.
     pub reported_unrecorded: bool,
-    /// A wrong report was sent.
+    /// The destination reported an outcome that was not true.
     pub reported_wrong: bool,
     /// The source destroyed its copy although the VM had not run elsewhere and the operator had not
     /// given up the copy.

@@ -57,8 +57,8 @@ fn i1_i2_no_order_of_events_runs_the_vm_twice_or_loses_it() {
 
 #[test]
 fn i1_i2_no_order_of_events_does_so_for_a_vm_that_arrives_paused() {
-    // Always use a small budget, because this variant differs from that of a running VM in only one
-    // state of the destination.
+    // Always use a small budget. For a VM that arrives paused, only one state of the destination
+    // differs from those for a VM that runs.
     check(Switchover {
         budget: Budget {
             source_crashes: 1,

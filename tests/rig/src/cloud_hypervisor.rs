@@ -1,7 +1,7 @@
 //! Cloud Hypervisor, with the binary that the variable `CLOUD_HYPERVISOR` names.
 //!
-//! The tests control the program over HTTP on a unix socket, as its own tool `ch-remote` does. Its
-//! events arrive on standard error, and its guest's serial line on standard output.
+//! The tests control the program over HTTP on a unix socket, as its own tool `ch-remote` does. The
+//! program prints its events on standard error, and its guest's serial line on standard output.
 
 use std::env;
 use std::ffi::OsString;
@@ -22,7 +22,7 @@ use crate::hosts::Host;
 
 /// The limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The number of last lines that an error contains.
+/// How many of the program's last lines an error contains.
 const KEPT: usize = 40;
 /// The interval between checks for the API socket of a new process, and for the end of a process.
 const PERIOD: Duration = Duration::from_millis(5);

@@ -7,7 +7,7 @@
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
 //! - [`machine`]: a guest in QEMU: start, control, migration, comparison with another guest.
-//! - [`libvirt`]: two hosts with a libvirtd each, and virtual machines under it.
+//! - [`libvirt`]: two hosts, each with its own libvirtd that runs virtual machines.
 //! - [`linux`]: kernel interfaces that only tests use.
 //! - [`need`]: skips or fails a test if the machine lacks something.
 #![deny(unsafe_code)]

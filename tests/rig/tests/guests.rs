@@ -105,7 +105,7 @@ fn the_bare_guest_keeps_its_rate_on_kvm_and_under_emulation() {
             "{accelerator:?}: {} visits, at most {most:.0}",
             now - before
         );
-        // On a busy machine the guest may be slower, but never faster.
+        // On a busy machine the guest may fall below its rate, but it never exceeds the rate.
         assert!(now > before);
         assert!(((now - before) as f64) < most, "{} visits", now - before);
         machine.check_pages().unwrap();

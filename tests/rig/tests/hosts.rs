@@ -297,8 +297,8 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
-    // A zombie counts as ended, because only the system's first process reaps an orphan. That can
-    // take a while.
+    // Returns false if the process has ended. A zombie counts as ended, because only the system's
+    // first process reaps an orphan, which can take a while.
     let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
     let deadline = Instant::now() + Duration::from_secs(10);
     while gone() && Instant::now() < deadline {

@@ -1,4 +1,4 @@
-//! Two hosts with libvirt: a VM migrates in the clear, and the count of the packets shows it.
+//! Two hosts with libvirt: a VM migrates in the clear, and the counted packets show that.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 

@@ -15,10 +15,12 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// The violated invariant: I1 to I5 or *liveness* for migrations; I8, *liveness*, *order*,
-    /// *stream*, *abort* or *lanes* for tunnels. Other failures are *accused* (an honest peer was
-    /// accused), *machine* (a state machine did not accept an event), *panic*, and *sim* (an error
-    /// of the simulator itself).
+    /// The violated invariant, or the kind of another failure.
+    ///
+    /// - Of a migration: I1 to I5, *liveness*.
+    /// - Of a tunnel: I8, *liveness*, *order*, *stream*, *abort*, *lanes*.
+    /// - Of both: *accused* (an honest peer was accused), *machine* (a state machine did not accept
+    ///   an event), *panic*, *sim* (an error of the simulator itself).
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
@@ -149,10 +151,10 @@ impl World<'_> {
     ///
     /// Two chunks may contain the same page. If the dirty log was read after the first chunk was
     /// built and before the second chunk was built, the second chunk must be written last: that
-    /// reading cleared the page's dirty bit, so nothing else would send the newer version. Without
-    /// a reading in between, any order is allowed, because a page that the guest has written in
-    /// between is still in the log. Lanes may therefore be slow to read pages, and a lost lane's
-    /// pages may be resent in an iteration that has sent some of them already.
+    /// reading cleared the page's dirty bit, so nothing else would send the newer version. If the
+    /// log was not read in between, the chunks may be written in any order: a page that the guest
+    /// has written in between is still in the log and will be sent again. A lane may therefore read
+    /// its pages late, and a lost lane's pages may be sent twice in an iteration.
     pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {
         let Some(session) = &self.destination.session else {
             return;

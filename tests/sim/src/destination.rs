@@ -32,8 +32,8 @@ pub(crate) struct DestinationHost {
     /// Packets that the readers of control lanes have read and the main thread
     /// has not processed.
     inboxes: BTreeMap<usize, VecDeque<Packet>>,
-    /// Control lanes on which only an offer has arrived, for an attempt without a session. The
-    /// values are the attempt and the epoch.
+    /// Control lanes on which only an offer has arrived, and for which no session exists yet. The
+    /// key is the connection; the value is the offer's attempt and epoch.
     pending: BTreeMap<usize, (u32, u32)>,
     /// Data lanes that wait for admission: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,

@@ -34,7 +34,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::World;
 
 /// The number of real pages that one simulated page represents in calculations of bandwidth and
-/// downtime. Together they have 512 KiB, so a small array takes as long to migrate as a real guest.
+/// downtime. A simulated page thus counts as 512 KiB, so a small array of simulated pages takes as
+/// long to migrate as a real guest.
 pub const PAGES_EACH: u64 = 128;
 
 /// Runs a plan to its end.

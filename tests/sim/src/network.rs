@@ -243,7 +243,7 @@ impl World<'_> {
         self.connections[id].slowness *= 10;
     }
 
-    /// Reports to each end that is still open that the other end is dead.
+    /// Lets each end that is still open detect that the connection is dead.
     pub(crate) fn found_dead(&mut self, id: usize) {
         self.connections[id].cut = true;
         for to in [Side::Source, Side::Destination] {

@@ -5,7 +5,7 @@ use dunlin_proto::precopy::AtTimeLimit;
 use crate::random::Random;
 use crate::tally::FaultKind;
 
-/// A millisecond of virtual time; all times are in nanoseconds.
+/// A millisecond of virtual time, in nanoseconds, which is the unit of all times here.
 pub const MS: u64 = 1_000_000;
 
 /// One run: sizes, rates and faults. [`Plan::new`] draws it from a seed, and
@@ -79,17 +79,17 @@ pub enum Moment {
     Converged,
     /// The guest is paused.
     Paused,
-    /// *final* is sent.
+    /// The source sends *final*.
     Final,
-    /// *ready* is sent.
+    /// The destination sends *ready*.
     Ready,
-    /// *commit* is sent.
+    /// The source sends *commit*.
     Commit,
-    /// *commit* is processed.
+    /// The destination processes *commit*.
     Taken,
-    /// *running* is recorded.
+    /// The destination records *running*.
     Decided,
-    /// *running* is sent.
+    /// The destination sends *running*.
     Reported,
     /// The source is in doubt.
     Doubt,
@@ -165,8 +165,8 @@ fn fault(
     }
 }
 
-/// A fault of any kind at a moment at which it can do harm. Kinds that often
-/// have no effect are drawn more often.
+/// A fault of any kind at a moment at which it can do harm. The kinds in [`RARE`] are drawn more
+/// often than others, because they often have no effect.
 fn any(random: &mut Random) -> Fault {
     let kind = random.pick(&FaultKind::ALL);
     let kind = if random.chance(45) {
@@ -224,7 +224,8 @@ const RARE: [FaultKind; 12] = [
     FaultKind::DestinationCancelled,
 ];
 
-/// Faults that have the most effect in combination or at a certain moment. Some draws return none.
+/// Returns faults for one random scenario: they have an effect only together or at a certain
+/// moment. Some draws return no fault.
 fn theme(random: &mut Random) -> Vec<Fault> {
     use FaultKind as Kind;
     let mut faults = Vec::new();

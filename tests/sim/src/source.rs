@@ -396,8 +396,8 @@ impl World<'_> {
             if end == End::GivenUp {
                 self.ends.push(end);
             }
-            // The check at the end of the run tests whether the VM is at the destination. The check
-            // then records the outcome, for which it needs this mark.
+            // At the end of the run, a check tests whether the VM is at the destination and records
+            // the outcome. This mark tells the check whether the source was in doubt.
             self.marks.doubted = end == End::MovedAfterDoubt;
             self.settle();
             return;

@@ -42,7 +42,7 @@ kinds! {
         LaneReplayed = "lane replayed";
         /// The control lane's connection dies.
         ControlCut = "control cut";
-        /// The control lane delays one direction.
+        /// The control lane delays the messages of one direction.
         ControlHeld = "control held";
         /// The control lane drops everything.
         ControlSwallowed = "control swallowed";
@@ -69,7 +69,7 @@ kinds! {
         SourceJournalFails = "source journal fails";
         /// One write to the destination's journal fails.
         DestinationJournalFails = "destination journal fails";
-        /// The destination cannot load, acquire or resume.
+        /// The destination cannot load the VM's state, acquire its disks and devices, or resume it.
         VmmFails = "VMM fails";
         /// An inquiry receives an answer about an earlier attempt.
         InquiryMisrouted = "inquiry misrouted";
@@ -77,7 +77,7 @@ kinds! {
 }
 
 kinds! {
-    /// Outcomes of a migration attempt. The outcome of the last attempt is the outcome of the run.
+    /// Outcomes of a migration attempt. A run's outcome is that of its final attempt.
     End {
         /// The VM lives at the destination.
         Moved = "moved";
@@ -115,7 +115,7 @@ kinds! {
         ControlResumed = "control lane resumed";
         /// A lane was fenced.
         Fenced = "lane fenced";
-        /// A lane near its limit was replaced.
+        /// A lane was replaced because its key was near the record limit.
         Replaced = "lane replaced";
         /// *final* was sent again.
         FinalAgain = "final sent again";

@@ -232,7 +232,7 @@ impl<'a> World<'a> {
         self.passages.insert(passage);
     }
 
-    /// The outcome of the run is clear, so the run ends after [`GRACE_NS`].
+    /// Ends the run after [`GRACE_NS`]. Called when the outcome of the run is clear.
     pub(crate) fn settle(&mut self) {
         let over_ns = self.now_ns + GRACE_NS;
         self.over_ns.get_or_insert(over_ns);

@@ -77,9 +77,9 @@ impl Case {
         self.victim != Victim::Source
     }
 
-    /// A loopback address that differs between the runs of this process, and almost always from
-    /// those of other processes. Its port is below the ephemeral ports, so a restarted process can
-    /// bind it again.
+    /// A loopback address. Two runs of this process never have the same address, and runs of
+    /// different processes almost never. Its port is below the ephemeral ports, so a restarted
+    /// process can bind it again.
     fn address(&self) -> String {
         let process = std::process::id();
         format!(
@@ -321,7 +321,8 @@ fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> 
         cast.source.ask("state", "state")?
     };
     if state == "running" || state == "broken" {
-        // `broken` means that the guest has detected that it went back in time.
+        // `broken` means that the guest has detected that it went back in time. That is correct
+        // too, because the guest had already run at the destination.
         return Ok(());
     }
     Err(format!(

@@ -213,8 +213,8 @@ impl Profile {
         assert!(status.success(), "virt-aa-helper: {status}");
         let file = format!("/etc/apparmor.d/libvirt/{name}");
         let profile = Self { name, file };
-        // Allow the test's files in the temporary directory. libvirt would have named the VM's
-        // files in the domain.
+        // Allow the files that this test has in the temporary directory. With a real VM, libvirt
+        // lists the files in the domain, and `virt-aa-helper` allows them.
         let files = format!("{}.files", profile.file);
         let text = fs::read_to_string(&files).expect("virt-aa-helper wrote it");
         let own = format!("  \"{}/**\" rwk,\n", std::env::temp_dir().display());

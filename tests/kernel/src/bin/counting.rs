@@ -1,4 +1,4 @@
-//! Counts of instructions and of system calls are correct, for work of a known size.
+//! Tests that instructions and system calls are counted correctly, for work of a known size.
 
 use std::fs;
 use std::io::Read;

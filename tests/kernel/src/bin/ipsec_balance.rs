@@ -2,9 +2,10 @@
 //! The test compares one SA with one SA for each CPU.
 //!
 //! Receive packet steering (RPS) distributes packets by the SPI. The busy time of a CPU is the time
-//! in which it was not idle. The guest's own clock measures this time, and advances by one
-//! nanosecond per instruction. The lanes send one after the other: the CPUs of a machine with
-//! counted instructions run in turn, and a CPU that waits for its turn counts as busy.
+//! in which it was not idle. The guest's own clock measures this time. The emulator counts
+//! instructions, and this clock advances by one nanosecond for each. Such an emulator runs the CPUs
+//! in turn, and a CPU that waits for its turn would count as busy. Therefore only one lane sends at
+//! a time.
 
 use std::fs;
 use std::process::ExitCode;
@@ -21,7 +22,8 @@ use dunlin_test_base::pattern;
 
 /// The CPU of the senders, of the readers and of the link. The other CPUs only receive packets.
 const SENDER: u32 = 0;
-/// How many CPUs receive packets, for each measurement. These are the CPUs 1, 2 and so on.
+/// The number of CPUs that receive packets, one number for each measurement. The receivers are CPU
+/// 1 and the CPUs after it.
 const RECEIVERS: [u32; 3] = [1, 2, 4];
 /// The bytes of a run, which the lanes share.
 const BYTES: usize = 24 << 20;

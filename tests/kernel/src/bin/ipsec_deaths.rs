@@ -61,7 +61,7 @@ const LIVES: &str = "lives";
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 const PORT_B: &str = "10.0.0.2:4444";
 const PORT_A: &str = "10.0.0.1:4444";
-/// The timeout of the process that does not hang.
+/// If one process of a session hangs, the timeout of the other process.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
@@ -111,9 +111,10 @@ fn main() -> ExitCode {
     })
 }
 
-/// In each round, one of the two processes dies before one of its changes, while it installs,
-/// renews or removes SAs. Each round chooses a later change than the previous round. After each
-/// death, the clean-up on each host removes the policies and SAs of the session, and no others.
+/// In each round, the process on the host `dies` dies before one of its changes to the kernel's
+/// tables. Each round chooses a later change than the previous round, so that the process dies
+/// while it installs, renews or removes SAs. After each death, the clean-up on each host removes
+/// the policies and SAs of the session, and no others.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -191,8 +192,8 @@ fn clean(guest: &Guest, host: &str) {
     guest.command("ip", &netns(host, &clean));
 }
 
-/// If the session's policies are installed, asserts that a connection to the ports fails. The
-/// capture would show unencrypted packets.
+/// If the session's policies are installed, asserts that a connection to the ports fails. If the
+/// attempt sends unencrypted packets, the test finds them in its capture of the link.
 fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
     if !policies.contains("dport 4444 ") {
@@ -281,9 +282,9 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     }
 }
 
-/// While the session starts, one process stops before one of its changes, and the other process
-/// times out. While policies of the session are installed, they block the ports. The clean-up then
-/// removes everything that belongs to the session.
+/// While the session starts, one process is stopped (SIGSTOP) before one of its changes. The other
+/// process ends at its timeout. As long as policies of the session are installed, no connection to
+/// the ports succeeds. The clean-up then removes everything that belongs to the session.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
     // One process is stopped before its change `step`. The server makes changes 0 to 3, answers
     // *terms*, and makes changes 4 to 7. The client waits until the server has made the last
@@ -417,7 +418,8 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
             }
             Event::Over { why, .. } => {
                 server.stop();
-                // If the session has not failed, it ends because the other side requests the end.
+                // The other side may end the session. Then `why` is `None` or has the code
+                // *cancelled*. Any other reason is a failure.
                 return match why {
                     Some(why) if !why.contains(FaultCode::Cancelled.name()) => ExitCode::FAILURE,
                     _ => ExitCode::SUCCESS,

@@ -1,6 +1,6 @@
 //! Each lane over IPsec uses the SA of its CPU or of its connection.
-//! If a lane uses another SA, its thread moves it back. A lane from a port that no session protects
-//! is rejected.
+//! If a lane uses another SA, the lane's thread moves the lane back to its own SA. A lane from a
+//! port that no session protects is rejected.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -130,7 +130,7 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     near.end(guest);
 }
 
-/// The SA is installed when the first lane on its CPU connects. No packet is dropped.
+/// The SA of a CPU is installed when the first lane on that CPU connects. No packet is dropped.
 fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0, 1, 2]);
     let lanes = [near.lane(), near.lane()];

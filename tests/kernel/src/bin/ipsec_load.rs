@@ -85,8 +85,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// After a lost SYN or an interruption of the link, a connection uses the SA of its CPU again if it
-/// is repaired as decision 13 describes.
+/// After a lost SYN or an interruption of the link, a connection may use another SA. The repair of
+/// decision 13 moves the connection back to the SA of its CPU.
 fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);
@@ -161,8 +161,9 @@ impl Scene<'_> {
         self.case.cpus.map(|count| number as u32 % count)
     }
 
-    /// Makes both ends of every connection look up their SAs, each on its own CPU. The counters
-    /// show whether an acknowledgement triggered the lookup first. If so, the lookup is repeated.
+    /// Makes both ends of every connection look up their SAs, each on its own CPU. An
+    /// acknowledgement can trigger the lookup earlier, on another CPU. The counters show that, and
+    /// then this function repeats the lookup.
     fn repair(&self) {
         for (number, lane) in self.lanes.iter().enumerate() {
             self.repair_one(lane, self.cpus(number));
@@ -264,8 +265,8 @@ impl Scene<'_> {
         });
     }
 
-    /// Sends the same number of bytes on each connection. The numbers of frames that the SAs of the
-    /// CPUs seal must differ from their mean by at most a tenth.
+    /// Sends the same number of bytes on each connection. The SA of each CPU must then seal the
+    /// mean number of frames, or at most a tenth more or less.
     fn sealed_evenly(&self) {
         let tap = Tap::begin();
         self.send_all("a", |_| 4 * BYTES);

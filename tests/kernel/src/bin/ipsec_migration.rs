@@ -136,8 +136,7 @@ fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32],
     nothing_left(guest);
 }
 
-/// Checks the output of `dunlin ipsec status` on both hosts. The command produces it without
-/// contacting another process.
+/// Checks the output of `dunlin ipsec status` on both hosts. The command contacts no other process.
 fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
     let status = |host: &str, more: &[&str]| {
         let state = format!("state-{host}");

@@ -1,6 +1,6 @@
 //! Under load, a session renews its keys, ends and starts again; no connection breaks.
 //! The session's process delays each change to the kernel's tables, so that each intermediate state
-//! lasts. No data is sent in the clear.
+//! lasts for a while. No data is sent in the clear.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -191,7 +191,7 @@ impl Load {
     }
 }
 
-/// Ends the load when the test ends, also by a panic.
+/// Ends the load when the test ends, even if the test panics.
 struct Ending<'a>(&'a Load, &'a [(TcpStream, TcpStream)]);
 
 impl Drop for Ending<'_> {

@@ -174,7 +174,8 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The newest and the oldest supported kernel have per-CPU SAs. In the oldest they are a backport.
+/// This test may require per-CPU SAs: the newest and the oldest supported kernel have them, the
+/// oldest by a backport.
 fn each_cpu_has_an_sa(guest: &Guest) {
     let session = Process::up("cpu");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

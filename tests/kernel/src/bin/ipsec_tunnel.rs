@@ -105,7 +105,7 @@ fn a_peer_without_ipsec_refuses_the_channel() {
     assert!(said.contains("(security-not-agreed; "), "{said}");
 }
 
-/// Each side opens lanes for the data that it sends.
+/// Over IPsec, each side of a trunk opens the lanes for the data that it sends.
 fn bytes_pass_in_both_directions() {
     fs::write("content", pattern(BYTES, 7)).expect("the folder is writable");
     let input = File::open("content").expect("the file exists");

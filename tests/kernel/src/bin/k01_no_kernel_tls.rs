@@ -114,7 +114,8 @@ fn lanes_fall_back_and_the_hand_off_fails(guest: &Guest) {
     assert_eq!(called.err.lines().count(), 1, "{called:?}");
     assert!(called.err.ends_with(" [kernel]\n"), "{called:?}");
     assert!(called.err.contains("modprobe tls"), "{called:?}");
-    // The stunnel opens one connection to its target for each complete handshake.
+    // The stunnel opens one connection to its target for each complete handshake. Take that of the
+    // call with --no-verify.
     let _ = stunnel.target.accept().expect("stunnel connects");
     accept_forwards_and_passes_no_socket(guest, &stunnel);
     let certificate = ["--cert", "other.pem", "--key", "other.key"];

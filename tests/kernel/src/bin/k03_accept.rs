@@ -267,7 +267,8 @@ fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     receives(&mut client, &take(consumer).0);
 }
 
-/// A consumer has a long queue and reads nothing. Of 33 clients, one is refused.
+/// A consumer has a long queue and reads nothing. At most 32 sockets wait for it, so one of 33
+/// clients is refused.
 fn a_consumer_that_reads_nothing_holds_a_limited_number_of_sockets(
     accept: &Accept,
     late: &UnixListener,

@@ -88,7 +88,8 @@ fn a_wrong_header_is_reported_once() {
                 ..Keys::new(number)
             });
             let (mut kernel, mut peer) = kernel_and_peer(seals, opens);
-            // The kernel reads a header only when the bytes that precede the content have arrived.
+            // The kernel checks a header only after all bytes that precede the content have
+            // arrived, including an explicit nonce.
             let bytes = [&header[..], &[b' '; 32]].concat();
             peer.socket.write_all(&bytes).expect("the data is sent");
             let mut buffer = [0; 64];

@@ -1,4 +1,5 @@
-//! Pages that are written during a send arrive authentic, with the old or the new bytes.
+//! If pages are written during a send, the records still authenticate at the receiver.
+//! Each byte of a page is the old or the new one.
 
 use std::fs::File;
 use std::io::Write;

@@ -1,4 +1,5 @@
-//! A kernel-TLS socket's owner can use non-blocking mode and several writers, and end the stream.
+//! The owner of a kernel-TLS socket can use non-blocking mode, can write from several threads, and
+//! can end the stream.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;

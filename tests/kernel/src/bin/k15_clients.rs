@@ -1,4 +1,5 @@
-//! The clients of `clients/` work with kernel TLS: all data arrives, without a close_notify.
+//! The clients of `clients/` work with kernel TLS: all data arrives, and both directions end
+//! cleanly.
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,4 +1,5 @@
-//! A guest that writes migrates with `getfd` over a kernel-TLS socket, to a QEMU with its own TLS.
+//! QEMU migrates a guest over a kernel-TLS socket (`getfd`) to a QEMU that uses its own TLS.
+//! The guest writes to its memory during the migration.
 
 use std::fs;
 use std::os::fd::AsFd;

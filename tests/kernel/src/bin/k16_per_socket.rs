@@ -73,7 +73,7 @@ fn the_hand_off_reports_driver_device_and_counters(guest: &Guest, stunnel: &Stun
     }
     assert_eq!(line["device"]["name"], "lo", "{line}");
     for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
-        // A line of ethtool. For the loopback it is "off [fixed]".
+        // The line for `flag` in ethtool's output. On the loopback its value is "off [fixed]".
         let words = features.lines().find(|line| line.contains(flag));
         let is_on = words.expect("ethtool lists it").contains(": on");
         assert_eq!(line["device"][flag], is_on, "{line}");

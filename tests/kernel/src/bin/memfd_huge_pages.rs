@@ -1,4 +1,4 @@
-//! Memory of a memfd gets transparent huge pages if the process advises them with madvise(2).
+//! Memory of a memfd gets transparent huge pages if the process requests them with madvise(2).
 //! In addition, the kernel's setting for shared memory must allow this (`advise`).
 
 use std::os::unix::fs::MetadataExt;

@@ -102,8 +102,8 @@ fn an_sa_for_each_cpu_is_refused_with_the_reason(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A client uses several connections like a hypervisor. Each connection has its own SA, also after
-/// rekeying.
+/// A client uses several connections at once, as hypervisors do. Each connection has its own SA,
+/// also after rekeying.
 fn i6_an_sa_for_each_connection_works(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

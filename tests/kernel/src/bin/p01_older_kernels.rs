@@ -1,6 +1,6 @@
-//! A kernel without per-CPU SAs ignores the CPU number silently.
-//! Dunlin detects this when it reads the SA back. A kernel's version does not show whether the
-//! kernel has per-CPU SAs.
+//! A kernel without per-CPU SAs silently ignores the CPU number in a request to add an SA. Dunlin
+//! detects this when it reads the SA back. A kernel's version does not show whether the kernel has
+//! per-CPU SAs.
 
 use std::net::IpAddr;
 use std::process::ExitCode;

@@ -1,6 +1,6 @@
 //! A connection uses the SA of the CPU that connected it, even if its thread moves to another CPU.
-//! After lost packets the connection may use another SA. If a new traffic class is set on the CPU
-//! that connected it, the connection returns to the SA of that CPU.
+//! After lost packets the connection may use another SA. If a thread sets a new traffic class
+//! while it runs on the CPU that connected the connection, the connection returns to that CPU's SA.
 
 use std::process::ExitCode;
 use std::thread;

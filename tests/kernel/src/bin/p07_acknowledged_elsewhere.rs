@@ -1,4 +1,5 @@
-//! Data that another CPU sends when it receives an acknowledgement still uses the connection's SA.
+//! A connection's acknowledgements may arrive on another CPU than the writer's. The data that this
+//! CPU then sends still uses the connection's SA.
 
 use std::process::ExitCode;
 use std::thread;

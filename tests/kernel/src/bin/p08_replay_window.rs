@@ -1,6 +1,6 @@
-//! If a packet is overtaken but within the replay window, the receiver accepts it exactly once.
-//! If the packet is older than the window, the receiver assigns it to the next 2^32 sequence
-//! numbers, and the packet fails authentication.
+//! A packet arrives after packets with higher sequence numbers. If it is still within the replay
+//! window, the receiver accepts it exactly once. If it is older than the window, the receiver
+//! assigns it to the next 2^32 sequence numbers, and the packet fails authentication.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;

@@ -1,5 +1,6 @@
-//! Segments pass an SA together only if esp4_offload is loaded before the SA is added.
-//! Otherwise each segment passes the SA separately. The overhead of ESP makes segments shorter.
+//! Segments pass through an SA as one packet only if esp4_offload is loaded before the SA is added.
+//! Otherwise each segment passes through the SA separately. The overhead of ESP makes segments
+//! shorter.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;

@@ -63,8 +63,8 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     lanes
 }
 
-/// If a CPU has no SA, adds one while a lane sends, first at the receiver. A new lane uses the SA
-/// immediately. No packet is lost.
+/// If a CPU of host a has no SA yet, adds its SA while a lane sends: first at the receiver, then at
+/// the sender. A new lane on this CPU uses the SA immediately. No packet is lost.
 fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let done = AtomicBool::new(false);

@@ -69,8 +69,8 @@ fn main() -> ExitCode {
         };
         passes();
 
-        // A reload reads the renewed certificate. While its key is unreadable, a reload changes
-        // nothing.
+        // Renew the certificate. A reload changes nothing until the service may read the new key.
+        // After that, a reload uses the new certificate.
         issue(guest);
         manager.systemctl(&["reload", TUNNEL]);
         manager.wait_for("the refusal", || status(&manager).contains("not reloaded"));
@@ -255,7 +255,7 @@ fn libvirt_is_enabled_with_one_command(guest: &Guest, manager: &Manager) {
 
     let own = guest.folder().join("made/a.test").display().to_string();
     let steps = enable(manager, &["--install-identity", &own]);
-    // If the peer did not answer, a second "advice" would follow.
+    // There is one "advice", because the peer has answered. Without an answer there would be two.
     assert_eq!(
         steps,
         [
@@ -307,8 +307,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
          [route.\"libvirt-a.test\"]\nto = \"192.0.2.1:18300\"\npeers = [\"a.test\"]\n",
     );
     let steps = enable(manager, &["--sockets"]);
-    // The step after these is a test of the path, which can time out on a busy machine. The rest of
-    // this function passes bytes over the path.
+    // Check only the first three steps. The fourth tests the connection to the peer, and can time
+    // out on a busy machine. The rest of this function passes bytes over that connection.
     assert_eq!(steps[..3], ["written", "directory", "unit"]);
     let [rules, watch, tunnel] = UNITS;
     for (unit, active, enabled) in [
@@ -329,8 +329,8 @@ fn libvirt_is_enabled_over_unix_sockets(guest: &Guest, manager: &Manager) {
         );
     };
     is_right();
-    // Act like a boot: /run is empty, and systemd-tmpfiles runs before the service, with the files
-    // of all packages.
+    // Imitate a boot: empty /run/dunlin, run systemd-tmpfiles with the files of all packages, and
+    // start the service.
     manager.systemctl(&["stop", tunnel]);
     fs::remove_dir_all("/run/dunlin").expect("it exists");
     let boot = ["--create", "--remove", "--boot", "--prefix=/run/dunlin"];

@@ -106,8 +106,8 @@ fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {
     )
 }
 
-/// Returns the number of connections, including probes, for which the kernel has got a sending key
-/// since the machine started.
+/// Returns the kernel's counter of connections with a sending key in the kernel. It starts at zero
+/// with the machine, and also counts the connections of probes.
 fn sealed_by_kernel(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }

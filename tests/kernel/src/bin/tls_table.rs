@@ -185,8 +185,8 @@ fn arrives((what, sealed, send): Way) {
     assert_eq!(sizes.len(), MIBS * RECORDS, "{what}");
 }
 
-/// Returns the number of system calls and thousands of instructions per MiB. The receiver discards
-/// the bytes without reading them, at a cost that does not depend on the sender.
+/// Returns two numbers for each MiB: the system calls, and the instructions in thousands. The
+/// receiver discards the bytes without reading them, at a cost that does not depend on the sender.
 fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
     let (mut sender, far) = Sender::new(sealed);
     let (arrived, arrivals) = mpsc::channel();

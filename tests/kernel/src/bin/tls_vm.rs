@@ -75,7 +75,7 @@ fn event(said: &str, name: &str) -> Value {
         .unwrap_or_else(|| panic!("no event {name}"))
 }
 
-/// Returns the number of connections for which the kernel has got a sending key.
+/// Returns the number of connections for which a sending key has been installed in the kernel.
 fn sealed(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }

@@ -1,5 +1,6 @@
-//! Policies that request SAs from a key manager (`XFRM_MSG_ACQUIRE`). Dunlin adds SAs before they
-//! are needed and installs no such policies, because they drop packets (test `p09_acquire`).
+//! Policies that request SAs from a key manager (`XFRM_MSG_ACQUIRE`). Dunlin installs no such
+//! policies, because they drop packets (test `p09_acquire`). Instead it adds each SA before the SA
+//! is needed.
 
 use std::io;
 use std::net::IpAddr;

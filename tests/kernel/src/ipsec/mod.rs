@@ -78,7 +78,7 @@ pub struct Hosts {
     pub a: Host,
     /// The host that accepts.
     pub b: Host,
-    /// The link, unless it is a veth pair.
+    /// The thread of the link; `None` if the link is a veth pair, which needs none.
     #[expect(dead_code, reason = "held, not read")]
     link: Option<Link>,
 }
@@ -259,7 +259,8 @@ pub fn on_cpu<T: Send>(cpu: u32, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// The parameters of an SA for packets from one host to another. Both hosts' SAs are made of them.
+/// The parameters of an SA for packets from one host to another. [`Sa::state`] builds each host's
+/// SA from them.
 #[derive(Clone, Copy, Debug)]
 pub struct Sa {
     /// The SPI, which is at least 0x100. The key is derived from the SPI and the sending host.
@@ -327,8 +328,8 @@ impl Sa {
             source: from.address(self.family),
             reqid: self.reqid,
             direction,
-            // The receiver's SA has no CPU, because its CPUs may differ from the sender's and do
-            // not matter.
+            // Only the sender's SA has a CPU. The kernel ignores the CPU of an inbound SA, and the
+            // two hosts may have different CPUs.
             cpu: if outbound { self.cpu } else { None },
             key: KeyAndSalt::new(&key),
             replay_window: if outbound { 0 } else { self.replay_window },
@@ -461,8 +462,8 @@ pub fn back(selector: &Selector) -> Selector {
     }
 }
 
-/// Returns the policies of both hosts, outgoing and incoming, for the packets from `from` to `to`
-/// that match `selector`, and for the opposite direction.
+/// Returns the outgoing and incoming policies of both hosts. They apply to packets from `from` to
+/// `to` that match `selector`, and to packets in the opposite direction.
 #[must_use]
 pub fn policies<'a>(
     selector: &Selector,

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! The private apt reads the mirror, its keys and the network settings from the machine's own
-//! configuration. Its package status is empty, so a root contains every library down to the C
-//! library and uses no files of the machine. [`program`] runs a root's programs with the root's own
-//! loader, whatever Debian release the root is from.
+//! configuration. Its package status is empty. A directory in `roots` therefore contains every
+//! library down to the C library, and its programs use no files of the machine. [`program`] runs
+//! them with the loader of the same directory, from whatever Debian release it is.
 //!
 //! Cached files are used without a network. Concurrent processes that need the same files fetch
 //! them once.

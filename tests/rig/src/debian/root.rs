@@ -38,7 +38,7 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     }
     build(&root, |archives| {
         match apt.download_all(&sorted, archives) {
-            // The lists may name a version that the mirror has since replaced.
+            // The lists may name a version that the mirror no longer has.
             Err(DebianError::Fetch { .. }) if had_lists => {
                 apt.refresh()?;
                 apt.download_all(&sorted, archives)

@@ -7,8 +7,8 @@
 //!
 //! # The workload
 //!
-//! A page holds 512 words of 8 bytes. Word 0 counts the visits. The exclusive or of all words is
-//! the page's signature: zero if the page started as zeros, otherwise `(number + 1) *
+//! A page holds 512 words of 8 bytes. Word 0 counts the visits. The XOR of all words is the
+//! page's signature: zero if the page started as zeros, otherwise `(number + 1) *
 //! 0x9e3779b97f4a7c15 ^ seed`. A visit checks the count and the signature, increments word 0 and
 //! adjusts word 511 to restore the signature. A pass visits each of the first `hot` pages once;
 //! each visit also checks one of the other pages.
@@ -85,7 +85,8 @@ impl Workload {
             .unwrap_or(0)
     }
 
-    /// One word of each page that does not start as zeros. It is at offset 8 and never changes.
+    /// Returns the word at offset 8 of each page with an initial content other than zeros. These
+    /// words never change.
     #[must_use]
     pub fn words(&self) -> HashSet<u64> {
         let word = |page: u64| {

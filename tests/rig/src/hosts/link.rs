@@ -316,8 +316,8 @@ impl Link {
         Capture::start(host, &end.interface, peer.into(), file)
     }
 
-    /// Starts to count the payload that crosses this link, at a host's end, and to search it for
-    /// these 64-bit words.
+    /// Starts to count the bytes of payload at a host's end of this link. Also searches the payload
+    /// for these 64-bit words.
     ///
     /// # Errors
     /// The packets cannot be read.
@@ -339,8 +339,8 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // TUN devices are removed when the forwarding thread ends. Deleting one end of a veth pair
-        // removes both.
+        // A link with a delay has TUN devices, which are removed when its thread ends. Other links
+        // are veth pairs: deleting one end removes both.
         if self.delay.is_none() {
             let End {
                 namespace,

@@ -35,7 +35,7 @@ pub struct Traffic {
     pub bytes: BTreeMap<u16, u64>,
     /// The number of SYN segments, including resent ones, by destination port.
     pub tried: BTreeMap<u16, u64>,
-    /// The number of times that one of the words was found in the payload, by the listener's port.
+    /// How often any of the searched words was found in the payload, by the listener's port.
     pub found: BTreeMap<u16, u64>,
     /// Packets that are neither TCP, ARP nor ICMPv6.
     pub others: u64,
@@ -121,7 +121,7 @@ struct Tally {
     /// For each value of 16 bits, whether it equals the lowest bits of one of the words. Most
     /// offsets fail this test, which is much faster than a search for the whole word.
     starts: Vec<bool>,
-    /// Connections that began during the count, the client first.
+    /// Connections that began during the count, each with the client's address before the server's.
     opened: HashSet<Connection>,
     traffic: Traffic,
 }
@@ -240,8 +240,8 @@ fn segment(frame: &[u8]) -> Packet<'_> {
         let tcp = ip + header;
         let ports = [number(tcp)?, number(tcp + 2)?];
         let data = tcp + usize::from(*frame.get(tcp + 12)? >> 4) * 4;
-        // Short frames are padded. An unsegmented packet may have zero in its length field (BIG
-        // TCP).
+        // The payload ends where the length field says, because short frames are padded. If the
+        // field is zero, the packet is not segmented (BIG TCP) and fills the frame.
         let end = if end == header || end == 0 {
             frame.len()
         } else {

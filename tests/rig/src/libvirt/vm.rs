@@ -49,9 +49,8 @@ impl Vm {
         pattern(self.disk.unwrap_or(0), self.workload.seed)
     }
 
-    /// Words that identify the guest's memory and disk. Elsewhere they occur only by chance. One
-    /// word is from each page with a non-zero initial content, and one from each 4 KiB block of the
-    /// disk.
+    /// Words that identify the guest's memory and disk. Elsewhere they occur only by chance. Each
+    /// page with a non-zero initial content and each 4 KiB block of the disk contributes one word.
     #[must_use]
     pub fn words(&self) -> HashSet<u64> {
         let mut words = self.workload.words();
@@ -205,7 +204,8 @@ impl Pair {
         let mut stream = UnixStream::connect(&path).map_err(at(&path))?;
         stream.set_read_timeout(Some(TIMEOUT)).map_err(at(&path))?;
         stream.write_all(input.as_bytes()).map_err(at(&path))?;
-        // The guest stops when it finds a wrong page, perhaps before this connection.
+        // A guest that has found a wrong page reports that and stops. The report may have been
+        // printed before this connection, so search the earlier output for it.
         let wrong = |text: &str| matches!(Line::parse(text), Some(Line::Wrong { .. }));
         if let Some(line) = self.console(side, vm).lines().find(|text| wrong(text)) {
             return Err(LibvirtError::Guest(

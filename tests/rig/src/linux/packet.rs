@@ -35,7 +35,7 @@ pub struct Frame {
 }
 
 impl Packets {
-    /// Opens a socket for all packets from now on.
+    /// Opens a socket that gets all packets of `interface` from now on.
     ///
     /// # Errors
     /// The interface does not exist, or CAP_NET_RAW or CAP_NET_ADMIN is missing.

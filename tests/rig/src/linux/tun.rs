@@ -11,9 +11,9 @@ pub const PACKET_BYTES: usize = 10 + 65536 + 256;
 
 /// A network interface. Dropping it removes the interface.
 ///
-/// A packet is a `struct virtio_net_hdr` of 10 bytes and an IP packet. The IP packet may be an
-/// unsegmented TCP packet of up to 64 KiB without a checksum; another [`Tun`] accepts it
-/// unchanged.
+/// A packet on the descriptor consists of a `struct virtio_net_hdr` of 10 bytes and an IP packet.
+/// The IP packet may be an unsegmented TCP packet of up to 64 KiB without a checksum. Another
+/// [`Tun`] accepts such a packet unchanged.
 #[derive(Debug)]
 pub struct Tun(File);
 

@@ -156,7 +156,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Starts the guest on `host`, or outside any host if `host` is `None`.
+    /// Starts the guest on `host`, one of the rig's simulated hosts. If `host` is `None`, QEMU runs
+    /// directly on this machine.
     ///
     /// # Errors
     /// QEMU does not start; see [`MachineError`].
@@ -250,7 +251,7 @@ impl Machine {
     }
 
     /// Executes a command and returns its result. If the command fails, the error contains QEMU's
-    /// messages, and its exit status or the states of its threads.
+    /// messages. If QEMU has ended, the error has its exit status; otherwise, its threads' states.
     ///
     /// # Errors
     /// See [`MachineError::Command`].

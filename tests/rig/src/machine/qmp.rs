@@ -61,7 +61,7 @@ impl Qmp {
                 Err(error) if ended() || Instant::now() >= deadline => {
                     return Err(QmpError::Socket(socket.display().to_string(), error));
                 }
-                // No event reports that another program has begun to listen, so poll.
+                // QEMU does not listen yet. No event reports when it begins to, so try again soon.
                 Err(_) => thread::sleep(Duration::from_millis(5)),
             }
         };

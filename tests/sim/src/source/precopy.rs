@@ -1,4 +1,5 @@
-//! The source's waiting phases: iterations, deadlines, *final*.
+//! What the source's main thread does while it waits for lanes and answers: it starts iterations,
+//! checks deadlines and sends *final*.
 
 use dunlin_proto::control::{Final, Message, Section};
 use dunlin_proto::limits::PAGE_BYTES;

@@ -9,9 +9,9 @@ const SOCKET_BYTES: u64 = 200_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) channel: usize,
-    /// The side on which it was read.
+    /// The side on which the tunnel read the piece.
     pub(super) from: usize,
-    /// Bytes read before it.
+    /// The number of bytes of the channel that the tunnel read on that side before the piece.
     pub(super) at: u64,
     pub(super) length: u32,
 }
@@ -104,15 +104,16 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// Whether the channel has ended completely. A channel that was reset early may never have been
-    /// connected on the far side.
+    /// Whether the channel has ended on both sides. A side that was never connected counts as ended
+    /// if the other side has ended, for example by an early reset.
     pub(super) fn is_over(&self) -> bool {
         let [one, other] = &self.sockets;
         let (over, far_over) = (one.over.is_some(), other.over.is_some());
         over && (far_over || !other.open) || far_over && !one.open
     }
 
-    /// Bytes inside the tunnel that were read at this side.
+    /// The number of bytes that the tunnel has read at the side `from` and not yet written at the
+    /// other side.
     pub(super) fn inside(&self, from: usize) -> u64 {
         self.sockets[from]
             .read

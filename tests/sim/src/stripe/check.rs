@@ -39,8 +39,8 @@ impl World<'_> {
     }
 
     /// Called just before a channel's far side is connected. Each earlier channel must have
-    /// delivered all bytes that were sent on it before this channel was accepted. If the earlier
-    /// channel's consumer accepts no more bytes, fewer are enough.
+    /// delivered all bytes that were sent on it before this channel was accepted. Only if the
+    /// earlier channel's consumer accepts no more bytes may some be undelivered.
     pub(super) fn check_order(&mut self, index: usize) {
         let near = self.plan.channels[index].opener;
         for (earlier, said) in self.channels[index].before.clone() {

@@ -13,11 +13,11 @@ use crate::plan::MS;
 pub(super) struct Control {
     pub(super) epoch: u32,
     established: bool,
-    /// Whether each side uses this epoch's control lane.
+    /// For each side, whether it uses this epoch's control lane.
     up: [bool; 2],
     /// Messages in flight to each side, with arrival time and epoch.
     packets: [VecDeque<(u64, u32, Vec<u8>)>; 2],
-    /// Whether each side has given up.
+    /// For each side, whether it has given up.
     over: [bool; 2],
 }
 

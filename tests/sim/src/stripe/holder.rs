@@ -70,7 +70,8 @@ impl World<'_> {
         }
     }
 
-    /// Whether this side of the channel still stalls, so that it receives nothing.
+    /// Whether the program on this side reads nothing. Such a program stalls until all channels
+    /// without stalling programs have ended.
     pub(super) fn stalls(&self, index: usize, side: usize) -> bool {
         let stalls = |socket: &Socket| socket.talk.stalls;
         stalls(&self.channels[index].sockets[side])

@@ -41,7 +41,8 @@ pub(super) struct Lane {
     /// Whether the receiving thread is buffering or writing a piece.
     busy: bool,
     keeping: Option<(Data, Piece)>,
-    /// Whether the other side has opened the lane, and the sender has not taken it yet.
+    /// Whether the lane still waits for its sender: side 0 has opened the lane for side 1, and the
+    /// first packet has not arrived there yet.
     is_coming: bool,
 }
 
@@ -396,7 +397,8 @@ impl World<'_> {
         }
         self.lanes[lane].sender_over = true;
         if self.lanes[lane].swallows {
-            // The packets are dropped, so only the receiver's timeout detects the end.
+            // The network drops all packets, so the receiver detects the end only by its timeout.
+            // Simulate this timeout: let the packet `Over` through, but only after a delay.
             self.lanes[lane].swallows = false;
             let later_ns = self.random.between(1_000 * MS, 9_000 * MS);
             self.lanes[lane].held_until_ns = self.now_ns + later_ns;

@@ -70,7 +70,7 @@ pub struct Talk {
 /// A channel.
 #[derive(Clone, Copy, Debug)]
 pub struct Channel {
-    /// The side that accepts the connection.
+    /// The side that opens the channel, because a program connects to its listener.
     pub opener: usize,
     /// The number of the listener that accepts the connection.
     pub listener: u64,
@@ -97,7 +97,7 @@ pub struct Plan {
     pub rate: u64,
     /// The bound on the bytes of all channels together.
     pub peer_bytes: u64,
-    /// The number of frames after which a lane is near its limit.
+    /// The number of frames after which a lane is near its key's record limit.
     pub lane_frames: u64,
     /// The channels.
     pub channels: Vec<Channel>,

@@ -490,8 +490,8 @@ impl Receiving {
         }
     }
 
-    /// Waits until the destination has ended. With `cancel`, cancels the destination first, because
-    /// a destination without a session does not end on its own.
+    /// Waits until the destination has ended. A destination that has no session never ends on its
+    /// own; for such a destination, `cancel` must be true, which cancels it first.
     pub fn finish(
         self,
         cancel: bool,

@@ -297,7 +297,7 @@ impl Drop for Proxy {
     }
 }
 
-/// One connection.
+/// One connection through the proxy: from the source (`near`) to the destination (`far`).
 struct Relay<'a> {
     shared: &'a Shared,
     number: usize,
@@ -306,7 +306,8 @@ struct Relay<'a> {
     there: Flow,
     back: Flow,
     records: Records,
-    /// The position of the planned fault; `None` while the scanned records do not determine it.
+    /// The position of the planned fault in the stream to the destination. `None` if no fault is
+    /// planned, or if the records scanned so far do not determine the position.
     strike: Option<(u64, Fault)>,
     struck: Option<Fault>,
 }

@@ -157,7 +157,7 @@ impl DirtyLog for PartLog {
     }
 }
 
-/// A function that is called at each step, in addition to the record of the call.
+/// A function that is called at each step of the VM. The step is also recorded in [`Calls`].
 type Hook = Box<dyn Fn(&str) + Send + Sync>;
 
 /// A VM, at the source or at the destination.
@@ -214,8 +214,8 @@ impl Vm {
         self.guest.lock().unwrap()
     }
 
-    /// Writes a word to the low region and a word to the huge region. Each call writes to the next
-    /// page of a few pages, in a cycle.
+    /// Writes a word to the low region and a word to the huge region. Successive calls cycle
+    /// through 16 pages of the low region and through 5 places of the huge region.
     fn step(&self) {
         let (state, number) = &mut *self.guest();
         if *state == RunState::Running {

@@ -239,8 +239,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final*, both with the count `chunks`. They are honest if the counts
-    /// are correct.
+    /// Ends the lane and sends *final*. Both messages contain the count `chunks`, and *final* also
+    /// `pages`. Wrong counts make them lies.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));
@@ -405,8 +405,8 @@ pub fn refused_by_source(
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
             || error.at_fault() == AtFault::Peer
-            // The error need not name the peer in two cases. A failed verification does not show
-            // which side's memory is wrong, and a reason given by the peer is the peer's own text.
+            // Two faults need not name the peer. A failed verification does not show which side's
+            // memory is wrong. For `GuestPoweredOff` the tests let the peer send the error's text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff

@@ -1,5 +1,5 @@
-//! A session as a file: all messages of both sides inside TLS, in the order in which a relay
-//! forwarded them.
+//! The recording of a session in a file: all messages of both sides, without TLS, in the order in
+//! which a proxy of the test ([`relay`]) forwarded them.
 //!
 //! ```text
 //! control source describe        lane, sender, kind of message

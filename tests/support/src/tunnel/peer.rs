@@ -1,5 +1,5 @@
-//! The control lane of a trunk, for tests that act as a tunnel's peer. It follows the protocol as
-//! far as a test needs.
+//! The control lane of a trunk, for tests that act as a tunnel's peer. The functions implement as
+//! much of the protocol as the tests need.
 
 use std::net::{SocketAddr, TcpStream};
 

@@ -17,9 +17,9 @@ use crate::stage::Stage;
 
 /// Which process contains the VM at the source.
 pub(crate) enum Home {
-    /// In this process.
+    /// This process.
     Here(Guest),
-    /// The VM is in another process, which executes requests on its socket.
+    /// Another process. It executes requests on its socket ([`Files::socket`]).
     Elsewhere(Files),
 }
 

@@ -16,8 +16,8 @@ use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// The doubt limit of the last inquiry of a run. The destination always answers this inquiry, so
-/// the limit only allows for a busy host.
+/// The doubt limit of the last inquiry of a run. The destination always answers this inquiry. The
+/// limit is long, because a busy host can delay the answer.
 const ANSWERED: Duration = Duration::from_secs(30);
 
 /// Limits short enough for a test.
