@@ -1,8 +1,8 @@
 //! The book: checks the links of all pages and builds `docs/` with mdBook.
 //!
-//! mdBook does not check links. This task checks them: each relative link must lead to a file, and
-//! a link with `#` also to a heading of that file. A page of the book links only to files of the
-//! book, and `docs/SUMMARY.md` lists each page.
+//! mdBook does not check links, so this task does. Each relative link must lead to a file. A link
+//! with `#` must lead to a heading of that file. A page of the book must link only to files of the
+//! book, and `docs/SUMMARY.md` must list each page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

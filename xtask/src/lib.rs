@@ -46,7 +46,7 @@ enum Chore {
     /// Compares Dunlin with other programs; docs/benchmarking.md explains the output.
     #[command(subcommand)]
     Bench(Bench),
-    /// Runs test programs in parallel, and those that measure time one by one.
+    /// Runs test programs in parallel. Programs that measure time run alone.
     Test(TestOptions),
     /// Builds a Debian package and an archive with the same files from the commit that is checked
     /// out.

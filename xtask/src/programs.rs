@@ -230,8 +230,8 @@ fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
 }
 
 fn run_one(program: &Program) -> Result<Ran> {
-    // Use a file instead of a pipe, because a process that a test leaves behind would keep a pipe
-    // open.
+    // Write the output to a file, not to a pipe. A process that a test leaves behind would keep the
+    // pipe open, and reading the pipe would not end.
     let scratch = Scratch::try_new()?;
     let output = scratch.join("output");
     let file = File::create(&output)?;

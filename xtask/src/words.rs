@@ -60,7 +60,8 @@ struct List {
     entries: Vec<Entry>,
 }
 
-/// A word of a text, in lower case, or one character of punctuation; with its offset in bytes.
+/// The offset in a text, in bytes, and what is there: a word in lower case, or one character of
+/// punctuation.
 type Word = (usize, String);
 
 /// An occurrence of an entry.

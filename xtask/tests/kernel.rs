@@ -65,8 +65,9 @@ fn each_end_of_a_test_has_its_verdict() {
         ("b-fails", "printf 'no newline'; exit 3"),
         ("c-is-skipped", "exit 77"),
         ("d-hangs", "echo 'it waits'; sleep 1000 & sleep 1000"),
-        // The second CPU is on a different node from its sibling, so the kernel logs a real warning
-        // when that CPU starts (topology_sane of arch/x86/kernel/smpboot.c).
+        // The virtual machine's second CPU is in another NUMA node than its sibling thread. So the
+        // kernel logs a real warning when that CPU starts (topology_sane of
+        // arch/x86/kernel/smpboot.c).
         (
             "e-makes-the-kernel-warn",
             "cd /sys/devices/system/cpu/cpu1; echo 1 >online; echo 0 >online",

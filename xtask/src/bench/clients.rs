@@ -1,5 +1,5 @@
-//! The clients of `cargo xtask bench status`, in a process of their own. If they are hostile, the
-//! kernel schedules this process as idle.
+//! The clients of `cargo xtask bench status`, in a process of their own. A process of hostile
+//! clients has the scheduling policy `SCHED_IDLE`: it runs only on CPUs that are otherwise idle.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -19,8 +19,8 @@ use clap::Args;
 const HOSTILE: [usize; 4] = [8, 4, 4, 20];
 /// The time limit for connecting, and for each read and write.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a client that does not read keeps its connection open. `serve-status` closes it
-/// earlier.
+/// How long a client that does not read keeps its end of the connection open. `serve-status` closes
+/// its own end earlier.
 const STAY: Duration = Duration::from_secs(15);
 /// The pause after a failed connection.
 const RETRY: Duration = Duration::from_millis(1);
@@ -102,7 +102,8 @@ fn flood(to: SocketAddr) {
         File::open("/dev/urandom")?.read_exact(&mut bytes)?;
         ask(to, &bytes)
     });
-    // A browser sends such a request if a foreign web site lets its name resolve to this host.
+    // A request with a wrong `Host`. A browser sends one if the name of a foreign web site resolves
+    // to this host's address.
     let request = get("/", "evil.example");
     repeat(wrong_host, &ANSWERS, move || ask(to, &request));
     let request = get("/status.json", "localhost");
@@ -151,8 +152,8 @@ impl Clients {
             own.as_path()
         });
         if hostile {
-            // Schedule hostile clients as idle: on another host, they would take no CPU time from
-            // this one.
+            // Let hostile clients run only on idle CPUs. Real ones run on other hosts, and take no
+            // CPU time from this host.
             command.args(["--idle", "0"]).arg(&own);
         }
         command.args(["bench", "clients", &to.to_string()]);

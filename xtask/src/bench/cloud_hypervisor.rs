@@ -41,8 +41,8 @@ impl<'a> Way<'a> {
     }
 }
 
-/// Starts a guest and migrates it once. `content` is a file with the memory of a guest that writes
-/// no pages.
+/// Starts a guest and migrates it once. If the guest writes no pages itself, `content` is the file
+/// that fills its memory.
 pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>) -> Result<Moved> {
     let program =
         &program().context("the variable CLOUD_HYPERVISOR (path of the binary) is not set")?;

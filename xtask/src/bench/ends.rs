@@ -25,7 +25,7 @@ pub(super) const SERVER: &str = "destination.bench";
 pub(super) enum Variant {
     /// No tunnel. The sender's socket is connected directly to the reader's socket.
     Bare,
-    /// Two processes that move bytes and seal and open them once, without a handshake
+    /// Two processes without a handshake: one seals the bytes, and the other opens them
     /// ([`super::records`]).
     Floor,
     /// Two processes that move bytes without encryption ([`super::forward`]).

@@ -53,10 +53,10 @@ pub struct EvacuateOptions {
     /// What the guests are: `process` needs no KVM.
     #[arg(long, value_name = "process|kvm", default_value = "process")]
     guest: String,
-    /// MiB/s that a medium guest writes, to an eighth of its memory.
+    /// Rate at which a medium guest writes to an eighth of its memory, in MiB/s.
     #[arg(long, value_name = "MIB", default_value_t = 8)]
     medium: u32,
-    /// MiB/s that a thrashing guest writes, to half of its memory.
+    /// Rate at which a thrashing guest writes to half of its memory, in MiB/s.
     #[arg(long, value_name = "MIB", default_value_t = 32)]
     thrashing: u32,
     /// Lanes of each guest's migration. A migration through stunnel has one.
@@ -65,7 +65,7 @@ pub struct EvacuateOptions {
     /// Limit on the rate at which all guests together arrive, in MiB/s.
     #[arg(long, value_name = "MIB")]
     rate: Option<u32>,
-    /// MiB/s of each connection, enforced by the kernel at the source.
+    /// Limit on the rate of each connection, in MiB/s. The kernel of the source enforces it.
     #[arg(long, value_name = "MIB")]
     lane_rate: Option<u32>,
     /// Longest acceptable downtime in ms.
@@ -152,7 +152,7 @@ pub(super) fn run(options: &EvacuateOptions) -> Result<()> {
     let mut progress = options.output.progress(steps);
     let measured = turns::rounds(options.rounds, &turns, |turn| {
         let kind = kinds.iter().find(|(_, name)| name == *turn);
-        let (kind, _) = kind.context("a turn does not name a kind of guest")?;
+        let (kind, _) = kind.context("a turn of the benchmark names no known kind of guest")?;
         bench.compare(*kind, &mut results, &mut progress)
     });
     drop(progress);
@@ -459,7 +459,8 @@ impl Stunnels {
             start("far", "destination", &server)?,
             start("near", "source", &client)?,
         ];
-        // These connections carry nothing. The destination rejects those that reach it.
+        // These connections only check that each stunnel listens. The destination rejects the
+        // connections that stunnel forwards to it.
         for (side, port) in [("far", far), ("near", near)] {
             wait(&format!("stunnel at the {side} side"), || {
                 TcpStream::connect(port).is_ok()

@@ -134,7 +134,7 @@ fn carry(near: Stream, target: &Place, sealed: Option<Side>) {
     });
 }
 
-/// Moves all bytes from one stream to another, and then the end of the stream.
+/// Moves all bytes from the first stream to the second, and then ends the second.
 type Move = fn(&Stream, &Stream) -> Result<()>;
 
 fn one_way(mut from: &Stream, mut to: &Stream) -> Result<()> {

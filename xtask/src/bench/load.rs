@@ -36,7 +36,7 @@ fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Str
 }
 
 /// Sends `bytes` bytes in total, in equal parts over `streams` channels simultaneously. Measures
-/// from the first byte to the last end of stream.
+/// from the first byte until all streams have ended.
 pub(super) fn bulk(
     site: &Site,
     pair: &Pair,

@@ -72,7 +72,7 @@ fn watch(
     limit: Duration,
 ) -> Result<Option<Moved>> {
     begin(source, destination, migration)?;
-    // Resume the guest as soon as it has arrived.
+    // Because of this command, the destination resumes the guest as soon as the guest has arrived.
     destination.qmp().execute("cont", json!({}))?;
     let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
     let stopped = match source.qmp().wait_event(limit, is("STOP")) {

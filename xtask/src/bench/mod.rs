@@ -41,8 +41,8 @@ pub enum Bench {
     /// Measures migrations over a line with a long round trip, with two settings of the kernel's
     /// socket buffers. Needs root.
     LongLine(long_line::LongLineOptions),
-    /// Compares two evacuations of a host: by Dunlin's lanes, and through pairs of stunnels.
-    /// Measures both with all guests at once and with one guest after the other.
+    /// Compares two evacuations of a host: by Dunlin's lanes, and through pairs of stunnels. Each
+    /// is measured twice: all guests move at the same time, and one guest after the other.
     Evacuate(evacuate::EvacuateOptions),
     /// Measures what `serve-status` and `top` cost beside `dunlin bench lanes`, and what hostile
     /// clients of `serve-status` and of the status sockets cost.

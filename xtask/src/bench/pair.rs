@@ -97,8 +97,8 @@ impl Process {
         self.0.id()
     }
 
-    /// The process and its descendants. A child is found only if its parent's first thread has
-    /// started it. `sshd` serves a connection in a child.
+    /// The process and its descendants, because `sshd` serves a connection in a child. The function
+    /// finds only children that the first thread of their parent has started.
     fn family(&self) -> Result<Vec<u32>> {
         let mut family = vec![self.id()];
         let mut next = 0;

@@ -118,10 +118,10 @@ fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
 /// The ID of a user without privileges.
 const UNPRIVILEGED: &str = "65534";
 
-/// Returns a command that runs OpenSSH's server, and the name of the user that can log in. This is
-/// the user that the server runs as.
+/// Returns a command that runs OpenSSH's server, and the name of the user that can log in. The
+/// server runs as that user.
 ///
-/// As root, the server would need a user and a folder that only an installed package creates. If
+/// A server that runs as root needs a user and a folder that only an installed package creates. If
 /// this process is root, the server therefore runs in a user namespace that maps root to a user
 /// without privileges.
 pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {

@@ -1,9 +1,9 @@
-//! `cargo xtask bench status`: what the observers of Dunlin cost beside a benchmark of lanes, and
-//! what hostile clients of the observers cost.
+//! `cargo xtask bench status`: how much CPU time and lane throughput the observers of Dunlin cost,
+//! and how much hostile clients of the observers cost.
 //!
-//! In all variants, two tunnels with one channel, and a VM that migrates, publish their status. The
-//! variants differ only in the programs that read this status. In each round `dunlin bench lanes`
-//! runs once beside each variant.
+//! In all variants, two tunnels that share one channel publish their status, and so does a VM that
+//! migrates. The variants differ only in the programs that read this status. In each round,
+//! `dunlin bench lanes` runs at the same time as each variant, once per variant.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -28,7 +28,7 @@ use super::{program, turns, vm};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct StatusOptions {
-    /// Runs of `dunlin bench lanes` beside each variant.
+    /// How often `dunlin bench lanes` runs during each variant.
     #[arg(long, value_name = "N", default_value_t = 7)]
     rounds: usize,
     /// A built dunlin to measure, instead of a release build of this tree.
@@ -128,8 +128,8 @@ struct Turn {
 /// The rate in GiB/s, and the CPU seconds per GiB. Each is the mean over TLS lanes and plain lanes.
 type Lanes = [f64; 2];
 
-/// CPU seconds of the observed processes and of the observers, and numbers of answers of
-/// `serve-status` and of status sockets.
+/// Four numbers: CPU seconds of the observed processes, CPU seconds of the observers, answers of
+/// `serve-status`, answers of the status sockets.
 type Used = [f64; 4];
 
 /// The figures of a turn. `none` is the turn of the same round without observers.

@@ -262,7 +262,8 @@ fn bulk(
     Ok(())
 }
 
-/// The ratios of a tunnel to stunnel and to the floor, each only if that variant was measured too.
+/// Divides a tunnel's result by that of stunnel and by that of the floor. Leaves a ratio out if
+/// stunnel or the floor was not measured.
 fn ratios(
     variant: Variant,
     moved: Moved,

@@ -43,7 +43,7 @@ pub struct WholeOptions {
 /// Before each migration, the benchmark allocates memory, writes to it and frees it, as
 /// `dunlin bench whole` does. The amount is this multiple of the guest's memory.
 const TOUCHED: u64 = 2;
-/// The part of the memory that stays zero in a guest that halts, in MiB.
+/// How many MiB of an idle guest's memory stay zero.
 const LEFT_OUT_MIB: u32 = 32;
 /// The numbers of lanes, for Dunlin and for the floor.
 const LANES: [u8; 2] = [2, 4];
@@ -72,8 +72,8 @@ const FIGURES: [&str; 9] = [
 enum Activity {
     /// The guest halts, and its memory has the content of a file.
     Idle,
-    /// The guest writes 100 MiB/s to an eighth of its memory. It waits by spinning, so a CPU is
-    /// never idle.
+    /// The guest writes 100 MiB/s to an eighth of its memory. Between the writes it spins, so it
+    /// keeps one CPU busy.
     Writing,
 }
 
@@ -273,8 +273,8 @@ pub(super) struct Moved {
     pub(super) destination_peak_mib: f64,
 }
 
-/// Writes to memory and frees it, as a preceding migration would. Call it right before the
-/// destination allocates its memory, because the host may reclaim freed memory within seconds.
+/// Writes to memory and frees it, as a preceding migration would. Call this function right before
+/// the destination allocates its memory: the host may reclaim the freed memory within seconds.
 pub(super) fn touch(workload: &Workload) -> Result<()> {
     touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))
 }
@@ -306,7 +306,7 @@ impl Rig {
         Ok(rig)
     }
 
-    /// The file with the memory of a guest that halts.
+    /// The file with the content of an idle guest's memory.
     fn content(&self) -> PathBuf {
         self.scratch.join("content")
     }

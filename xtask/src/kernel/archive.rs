@@ -114,8 +114,8 @@ impl Archive {
                     .or_insert(Entry::Folder);
             }
         }
-        // Keep an existing link, such as `bin` to `usr/bin`. If a package contains a folder of the
-        // same name, the folder's contents then go to the link's target.
+        // Keep an existing link, such as `bin` to `usr/bin`, if a package contains a folder of the
+        // same name. The folder's contents go to the link's target.
         if let (Entry::Folder, Some(Entry::Link(_))) = (&entry, self.entries.get(path)) {
             return;
         }

@@ -20,10 +20,10 @@ pub fn record_passed(kernel: &Kernel) -> Result<()> {
     Ok(fs::write(path(), passed.join("\n"))?)
 }
 
-/// Returns a kernel with which to compare `failed`, a kernel under which tests have failed. Returns
-/// `None` if tests have passed under `failed` before, or if `which` is a version. Otherwise returns
-/// the newest comparable kernel in the cache under which tests have passed. If there is none, the
-/// inner option is `None`.
+/// Tests have failed under the kernel `failed`. Returns `None` if a comparison does not help: tests
+/// have passed under `failed` before, or `which` is a version. Otherwise returns the kernel to
+/// compare with: the newest comparable one in the cache under which tests have passed, or
+/// `Some(None)` if there is no such kernel.
 ///
 /// # Errors
 /// The cache cannot be read.
@@ -48,7 +48,8 @@ pub fn previous(which: &Which, failed: &Kernel) -> Result<Option<Option<Kernel>>
 pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     match previous {
         Some(previous) => format!(
-            "new kernel {}: tests fail; if they pass under {} below, look first for a change in the kernel",
+            "new kernel {}: tests fail; the next line has the result under kernel {}: if tests pass \
+             there, look first for a change in the kernel",
             failed.version, previous.version
         ),
         None => format!(

@@ -19,12 +19,12 @@ use super::verdict::{Record, Said};
 /// A boot takes 10 to 20 seconds on an idle host. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
-/// Time limit for the runner's next report. While a test runs, the test's own limit is added.
-/// Normally the guest enforces the test's limit.
+/// Time limit for the next report of the runner, which runs the tests inside the guest. While a
+/// test runs, the test's own limit is added. Normally the runner enforces that limit itself.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// The factor by which the instruction-counting clock extends every limit, because a second of the
-/// guest then takes longer than a real second.
+/// The factor for every time limit if the guest's clock counts instructions. With such a clock, a
+/// second of the guest takes longer than a real second.
 const COUNTING_FACTOR: u32 = 10;
 
 /// What to boot, with which hardware and arguments.

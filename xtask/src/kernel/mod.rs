@@ -52,8 +52,8 @@ pub struct KernelOptions {
     #[arg(long)]
     no_run: bool,
     /// Runs only under this kernel: newest, oldest, former, a version as printed by `uname -r`, or
-    /// a prefix of a version. May be given several times. Default: newest and oldest. Former is the
-    /// kernel of the previous Debian release; by default, it runs only the tests that require it.
+    /// a prefix of a version. May be given several times. Former is the kernel of the previous
+    /// Debian release. Default: newest and oldest, and former for the tests that require it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
     /// Boots the first kernel of --kernel (default: newest), with the tests in the guest, and opens
@@ -103,8 +103,8 @@ pub enum Suite {
 }
 
 impl Suite {
-    /// The suite of a test, by its name: `tls_…` or `ipsec_…`, or `k` or `p` with the number of a
-    /// pitfall of kernel TLS or IPsec.
+    /// The suite of a test, by its name. Tests of kernel TLS are named `tls_…`, or `k` and the
+    /// number of a pitfall. Tests of IPsec are named `ipsec_…`, or `p` and the number of a pitfall.
     fn of(name: &str) -> Self {
         let is_pitfall = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
         let is_of = |suite, pitfall| {
@@ -120,7 +120,7 @@ impl Suite {
     }
 }
 
-/// The numbers of a kernel's tests by outcome.
+/// How many tests under one kernel had each outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Tests that passed.

@@ -122,8 +122,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
                     continue;
                 };
                 test.verdict = match trouble(record, Some(name)) {
-                    // At the limit, the runner requests a report of blocked tasks, so this report
-                    // is not a separate fault.
+                    // At the time limit, the runner lets the kernel log blocked tasks. Such a log
+                    // line is not a separate fault.
                     _ if code == "late" => Verdict::Failed(Failure::TestHung),
                     Some(failure) => Verdict::Failed(failure),
                     None if (taint & !taint_before) & TROUBLE != 0 => {
@@ -159,8 +159,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
     (outcomes, rest.into_iter().map(str::to_owned).collect())
 }
 
-/// The most severe fault that the kernel logged during the test `of`, or, if `of` is `None`,
-/// outside all tests.
+/// The most severe fault that the kernel logged during the test `of`. If `of` is `None`: outside
+/// all tests.
 fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
     let mut running: Option<&str> = None;
     let mut worst: Option<Failure> = None;
@@ -178,8 +178,8 @@ fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
             continue;
         }
         match (complaint(line), &worst) {
-            // An oops outranks an earlier warning. Otherwise report the first fault, which caused
-            // the others.
+            // An oops outranks an earlier warning. Otherwise report the first fault, because later
+            // ones may be its consequences.
             (Some(failure @ Failure::KernelOops(_)), None | Some(Failure::KernelWarning(_)))
             | (Some(failure), None) => worst = Some(failure),
             _ => {}

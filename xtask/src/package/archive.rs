@@ -16,9 +16,9 @@ const SCRIPT: &str = include_str!("archive.sh");
 /// Where the programs that write the archives come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Tools<'a> {
-    /// Debian's packages in this directory: the archives depend on nothing of this host.
+    /// From Debian's packages in this directory, so that the archives are the same on every host.
     Of(&'a Path),
-    /// This host's programs, without compression: for tests.
+    /// From this host, for tests. The archives are not compressed.
     Machine,
 }
 

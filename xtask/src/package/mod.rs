@@ -62,7 +62,7 @@ pub fn command(options: &PackageOptions) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Builds the packages of the commit in `out`, with these pages.
+/// Builds the packages of the checked-out commit, with these pages, and writes them to `out`.
 ///
 /// # Errors
 /// See [`command`].

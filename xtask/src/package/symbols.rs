@@ -7,8 +7,8 @@ use anyhow::{Context, Result, ensure};
 
 use super::programs::output;
 
-/// The newest version of the C library that the command may need: that of the oldest release
-/// ([`super::RELEASE`]).
+/// The newest version of the C library that the command may need: that of the oldest Debian release
+/// on which the command must run ([`super::RELEASE`]).
 pub const NEWEST: (u32, u32) = (2, 36);
 /// The libraries that the command may need: packages `libc6` and `libgcc-s1`.
 const LIBRARIES: [&str; 4] = [

@@ -66,7 +66,7 @@ impl Digits {
     }
 }
 
-/// A cell with a figure; empty if the line does not have it.
+/// The cell with the figure `name` of a result line; empty if the line has no such figure.
 pub(super) fn cell(row: &Row, name: &str, digits: Digits) -> Result<String> {
     let figure = row.figure(name)?;
     Ok(figure.map_or_else(String::new, |figure| digits.write_figure(figure)))
@@ -83,8 +83,8 @@ pub(super) fn header(titles: &[&str]) -> Vec<String> {
     titles.iter().map(|&title| title.to_owned()).collect()
 }
 
-/// The place of a variant in the tables. It is the variant's place in [`VARIANTS`], or the last
-/// place.
+/// The place of a variant in the tables. It is the variant's place in [`VARIANTS`]; a variant that
+/// is not in the list comes last.
 pub(super) fn order(variant: &str) -> usize {
     let known = VARIANTS.iter().position(|(known, _)| *known == variant);
     known.unwrap_or(VARIANTS.len())

@@ -118,7 +118,8 @@ impl Kept {
             .rows
             .iter()
             .map(|row| match row.fields.contains_key("round") {
-                // A line with the field `round` has the results of only that round.
+                // A line with the field `round` has the results of only that round. Below, the
+                // largest round of all lines is the number of rounds.
                 true => row.number("round"),
                 false => row.number("rounds"),
             });

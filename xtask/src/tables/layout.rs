@@ -257,7 +257,7 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
     ])
 }
 
-/// A rate in GiB/s, also in the unit of network cards.
+/// A rate in GiB/s and in Gbit/s, the unit of network cards.
 fn with_bits(gib_per_s: f64) -> String {
     format!(
         "{} GiB/s ({} Gbit/s)",

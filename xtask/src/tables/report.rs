@@ -50,8 +50,9 @@ fn page(path: &str, text: &str) -> Result<String> {
     })
 }
 
-/// Adds a row to the results. If a figure has a range, adds three measurements: the medians, the
-/// minima and the maxima. The results then have the row's medians and ranges.
+/// Adds a row to the results, which compute medians and ranges from single measurements. If a
+/// figure of the row has a range, adds three measurements: the medians, the minima and the maxima.
+/// The results then have the row's medians and ranges.
 fn add(row: &Row, results: &mut Results) -> Result<()> {
     let mut figures = Vec::new();
     for (name, value) in &row.fields {

@@ -85,7 +85,8 @@ pub(super) fn round_trips(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-/// One row for each path that Cloud Hypervisor's single stream takes: each tunnel, and none.
+/// One row for each path of Cloud Hypervisor's single stream: through each tunnel, and without a
+/// tunnel.
 pub(super) fn cloud_hypervisor(kept: &[Kept]) -> Result<Cells> {
     let mut table = vec![header(&[
         "path",

@@ -44,7 +44,8 @@ const CHANGING: [&str; 8] = [
     "/var/lib/dpkg",
     "/var/log",
 ];
-/// The files of users and groups, which a purge keeps, as is usual in Debian.
+/// The files that list users and groups. A purge of the package does not remove its user and group,
+/// as is usual in Debian.
 const USERS: [&str; 9] = [
     "/etc/group",
     "/etc/group-",

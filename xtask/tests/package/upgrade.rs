@@ -28,8 +28,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const SOME: u64 = 1 << 20;
 
 /// The commands of the earlier and the newer package. In the soak test, the earlier command is that
-/// of an earlier commit (docs/testing/versions.md). Additional bytes at the end of the newer
-/// command make dpkg replace the file.
+/// of an earlier commit (docs/testing/versions.md). The newer command has additional bytes at its
+/// end, so that the files differ and dpkg replaces the earlier one.
 fn commands() -> [PathBuf; 2] {
     let scratch = &ready().scratch;
     let newer = scratch.join("newer");
@@ -92,7 +92,7 @@ fn an_upgrade_interrupts_no_channel_and_a_restart_waits_for_its_end() {
     let near_status: Value = tunnels.find(|one: &Value| one["name"] == "near").unwrap();
     assert_eq!(near_status["routes"][0]["channels"], 1, "{status}");
 
-    // Restart one tunnel. Before it ends, it waits for the end of its channel, which still works.
+    // Restart one tunnel. It does not end before its channel ends, and the channel still works.
     shell.run(&format!("kill -TERM {near}"));
     wait_for(&bare.shared.join("near.log"), "no new connections");
     channel.carries();
