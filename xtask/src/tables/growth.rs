@@ -10,6 +10,16 @@ use super::layout::Cells;
 
 /// One row for each guest and size of its memory.
 pub(super) fn memory(kept: &[Kept]) -> Result<Cells> {
+    filled(kept, 100)
+}
+
+/// The same for guests with memory that is half zero.
+pub(super) fn half(kept: &[Kept]) -> Result<Cells> {
+    filled(kept, 50)
+}
+
+/// `percent` is the part of the guest's memory that is not zero.
+fn filled(kept: &[Kept], percent: u64) -> Result<Cells> {
     let mut table = vec![header(&[
         "guest, memory",
         "total, s",
@@ -17,7 +27,7 @@ pub(super) fn memory(kept: &[Kept]) -> Result<Cells> {
         "CPU-s/GiB",
         "floor, CPU-s/GiB",
         "downtime, ms",
-        "destination's peak beyond the memory, MiB",
+        "destination's peak beyond the filled memory, MiB",
     ])];
     for guest in ["idle", "writing"] {
         let rows = kept[0].select(&[("variant", json!("dunlin")), ("guest", json!(guest))]);
@@ -26,7 +36,7 @@ pub(super) fn memory(kept: &[Kept]) -> Result<Cells> {
             let mib = bytes >> 20;
             let floor =
                 kept[0].row(&[("variant", json!("floor")), ("guest_bytes", json!(bytes))])?;
-            let beyond = median(row, "destination_peak_mib")? - mib as f64;
+            let beyond = median(row, "destination_peak_mib")? - (mib * percent / 100) as f64;
             table.push(vec![
                 format!("{guest}, {} GiB", mib >> 10),
                 cell(row, "total_s", Places(2))?,

@@ -32,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 18] = [
+pub(super) const TABLES: [Table; 19] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -60,6 +60,13 @@ pub(super) const TABLES: [Table; 18] = [
         results: &["growth"],
         has_conditions: true,
         cells: growth::memory,
+    },
+    Table {
+        name: "growth-half",
+        page: "docs/benchmarking/growth.md",
+        results: &["growth-half"],
+        has_conditions: true,
+        cells: growth::half,
     },
     Table {
         name: "growth-lanes",
