@@ -30,14 +30,15 @@ pub(crate) enum ServiceEvent {
 /// The error of a failed bind; `flag` names the setting of the address.
 pub(crate) fn cannot_listen(address: impl Display, flag: &str, error: &io::Error) -> Error {
     let why = match error.kind() {
-        ErrorKind::AddrInUse => "another process listens there; end it, or",
-        ErrorKind::AddrNotAvailable => "that is not an address of this host;",
-        ErrorKind::PermissionDenied => "ports below 1024 need root;",
-        ErrorKind::InvalidInput => "give an address and a port, such as 0.0.0.0:4444 or [::]:4444;",
-        _ => "if there is no such address,",
+        ErrorKind::AddrInUse => "another process listens there: end it",
+        ErrorKind::AddrNotAvailable => "that is not an address of this host",
+        ErrorKind::PermissionDenied => "ports below 1024 need root",
+        ErrorKind::InvalidInput => "give an address and a port, such as 0.0.0.0:4444 or [::]:4444",
+        _ => "check the address",
     };
     anyhow!(
-        "cannot listen on {address} (at fault: configuration): {why} choose another {flag}: {error}"
+        "cannot listen on {address} (at fault: configuration): {error}: {why}, or choose another \
+         {flag}"
     )
 }
 

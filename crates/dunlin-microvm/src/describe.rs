@@ -18,7 +18,8 @@ use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64, put_opti
 /// The first field of a KVM guest's description. The first field states the kind of guest, which
 /// determines the layout of the remaining fields. Decoding fails at an unknown value.
 const KVM: u16 = 1;
-/// The first field for a process guest. Its description has no TSC rate and no CPUID table.
+/// The first field of a description, if it describes a process guest. Such a description has no
+/// TSC rate and no CPUID table.
 const PROCESS: u16 = 2;
 
 /// Frequency of a process guest's clock, in kHz. The clock counts nanoseconds since 1970.

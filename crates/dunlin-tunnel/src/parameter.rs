@@ -128,8 +128,12 @@ pub enum BadParameterTarget {
          socket's path and a program's arguments may have one"
     )]
     Chooses,
-    /// The target of a relay has a placeholder. TLS clients send no parameter except a port.
-    #[error("a relay's target cannot have a placeholder: TLS clients send at most a port")]
+    /// The target of a relay has a placeholder. The clients of a relay send no parameter except a
+    /// port.
+    #[error(
+        "a relay's target cannot have a placeholder, because a relay's clients can choose only a \
+         port: remove the placeholder, or use stripe mode"
+    )]
     Relay,
 }
 

@@ -91,8 +91,8 @@ pub trait Vmm {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Effort {
-    /// The number of times that the guest is paused and its memory compared, in each recording of
-    /// a dirty log and in [`check_control`].
+    /// The number of times that the guest is paused and its memory compared, each time that a dirty
+    /// log is started, and in [`check_control`].
     pub pauses: u32,
     /// The number of times that the log is fetched before each pause, while the guest runs.
     pub fetches: u32,

@@ -231,7 +231,7 @@ fn clock_difference(theirs: u64, now: SystemTime, elapsed: Duration) -> Verdict 
         _ => Verdict::ok(
             check,
             value,
-            format!("the peer's clock against this one, {uncertain}"),
+            format!("the peer's clock compared with this host's, {uncertain}"),
         ),
     }
 }

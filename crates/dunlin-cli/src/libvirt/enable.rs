@@ -399,7 +399,10 @@ impl Plan {
             return;
         }
         let (identity, names, until) = (self.identity.display(), &self.names, &self.valid_until);
-        report.step("identity", &format!("{identity} ({names}, to {until})"));
+        report.step(
+            "identity",
+            &format!("{identity} ({names}, valid until {until})"),
+        );
         report.step("ports", &self.ports.to_string());
         report.step("users", &self.users.join(", "));
         for peer in &self.peers {

@@ -132,7 +132,7 @@ pub(crate) fn read(socket: &Path, limit: Duration) -> Result<Option<String>> {
     let (mut text, mut part) = (Vec::new(), vec![0; 64 << 10]);
     loop {
         if !wait_readable(&stream, deadline)? {
-            bail!("no answer: the process may be stopped");
+            bail!("no answer: perhaps the process is suspended (SIGSTOP)");
         }
         match stream.read(&mut part) {
             Ok(0) => return Ok(Some(String::from_utf8(text)?)),

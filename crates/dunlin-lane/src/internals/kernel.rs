@@ -513,8 +513,8 @@ mod tests {
         for cipher in [Cipher::Aes128Gcm, Cipher::Aes256Gcm] {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
-            // The handshake's nonces have the same highest bit as the key block's value, because
-            // record numbers in a handshake are small, and XOR with them changes only low bits.
+            // The handshake's nonces are the IV of the key block with a small record number XORed
+            // into its low bits. Here the highest bit differs, so no nonce of the handshake repeats.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }

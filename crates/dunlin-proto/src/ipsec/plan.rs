@@ -95,8 +95,8 @@ pub struct SessionParameters {
 pub enum Step {
     /// Installs an object that must not exist yet.
     Add(Object),
-    /// Replaces the policy with the same direction and selector, which this session or an earlier
-    /// one installed.
+    /// Installs this policy in place of the one that has the same direction and selector. This
+    /// session or an earlier one installed that one.
     Replace(Policy),
     /// Removes this object and nothing else.
     Remove(Object),

@@ -78,8 +78,8 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// Connects a channel that the connecting side opens for a new listener, and makes sure that a
-    /// lane is open in each direction.
+    /// Side 0 opens a channel for a new listener, and side 1 connects it. Makes sure that a lane is
+    /// open in each direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
         self.listener += 10;

@@ -5,7 +5,8 @@
 //!   Doubt::taken_over ─▶ ask ─▶ AtSource, AtDestination ─▶ forget
 //!                         │▲
 //!                         ▼│ InDoubt: ask again
-//!                     RanThenDied, InDoubt ─▶ resolve, or give_up without a VM (the operator)
+//!                     RanThenDied, InDoubt ─▶ the operator decides: resolve, or give_up if
+//!                                             this process has no VM
 //! ```
 //! A living process that holds a VM in doubt asks again in the same way.
 
