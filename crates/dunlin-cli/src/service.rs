@@ -34,7 +34,7 @@ pub(crate) fn cannot_listen(address: impl Display, flag: &str, error: &io::Error
         ErrorKind::AddrNotAvailable => "that is not an address of this host",
         ErrorKind::PermissionDenied => "ports below 1024 need root",
         ErrorKind::InvalidInput => "give an address and a port, such as 0.0.0.0:4444 or [::]:4444",
-        _ => "check the address",
+        _ => "if there is no such address, correct it",
     };
     anyhow!(
         "cannot listen on {address} (at fault: configuration): {error}: {why}, or choose another \

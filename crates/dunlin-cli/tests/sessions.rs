@@ -233,7 +233,7 @@ fn resolve_refuses_if_nothing_is_in_doubt() {
         (source(SourceRecord::Kept), "is here"),
         (source(SourceRecord::RunHere), "is here"),
         (source(SourceRecord::Released), "confirmed that it has"),
-        (source(SourceRecord::GivenUp), "was given up"),
+        (source(SourceRecord::GivenUp), "has given up its copy"),
         (
             State::Destination(DestinationRecord::Prepared),
             "`dunlin resolve` there",

@@ -119,7 +119,7 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
             "allow = [\"b.example\"]",
             "allow = [\"b.example\"]\nsecurity = \"ipsec\"",
             22,
-            "connects to no peer",
+            "only the side that connects",
         ),
         ("lanes = 2", "socket_mode = \"0888\"", 14, "as in 0660"),
         ("lanes = 2", "rate = \"1K\"", 14, "64K or more"),
