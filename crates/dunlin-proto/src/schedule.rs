@@ -83,7 +83,7 @@ pub struct UnknownChunk {
     pub first: u64,
     /// Last chunk of the acknowledged set.
     pub last: u64,
-    /// The first chunk of the set that does not exist yet.
+    /// The first chunk of the set that was never sent.
     pub first_unknown: u64,
 }
 

@@ -79,7 +79,7 @@ pub enum Event {
         peer: String,
         /// Whether the peer's host acknowledges what it receives.
         host_answers: bool,
-        /// What is silent, why, and what follows.
+        /// The fault code, and a text that says which connections are silent and what the tunnel does.
         failure: Failure,
     },
     /// The control lane was lost; it may be resumed.

@@ -286,9 +286,9 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
 /// process ends at its timeout. As long as policies of the session are installed, no connection to
 /// the ports succeeds. The clean-up then removes everything that belongs to the session.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
-    // One process is stopped before its change `step`. The server makes changes 0 to 3, answers
-    // *terms*, and makes changes 4 to 7. The client waits until the server has made the last
-    // change. At each of these changes, the other process therefore waits for the stopped process.
+    // One process is stopped before its change `step`. Whichever it is, the other process waits for
+    // it: the client waits until the server has made all its changes, and the server waits for the
+    // client's next message.
     let steps = if guest.is_soak() { 0..8 } else { 4..5 };
     for (stops, step) in ["a", "b"]
         .into_iter()

@@ -311,8 +311,8 @@ fn slow_clients_and_slow_consumers_delay_no_other(
     drop((queue, waiting, clients));
 }
 
-/// A client's certificate must have the name in `--peer`. If no stunnel serves other server names,
-/// a client that requests such a name gets an alert.
+/// A client's certificate must have the name in `--peer`. Without a stunnel for other server names,
+/// a client that requests a server name other than this process's own gets an alert.
 fn the_clients_identity_is_sent_with_its_socket(guest: &Guest, consumer: &UnixListener) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {

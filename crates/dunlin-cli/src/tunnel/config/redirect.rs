@@ -231,8 +231,8 @@ fn check_together(
         for (key, port) in all.chain(own) {
             if ports.contains(port) {
                 let text = format!(
-                    "redirect {name}: ports {ports} contain {port}, which is {key}: choose \
-                     another port for it"
+                    "redirect {name}: ports {ports} contain {port}, which is {key}: change ports, \
+                     or {key}"
                 );
                 found.add(&at, text);
             }

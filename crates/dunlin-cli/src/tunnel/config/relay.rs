@@ -9,7 +9,7 @@ use toml::Spanned;
 
 use super::table::{Found, RouteTable, at, check_entrance, check_exit, lacks_peer, parse_listen};
 
-/// Whether a route is a relay. Reports keys of relays in a route that is not a relay.
+/// Whether a route is a relay. If not, reports settings in its table that only relays may have.
 pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> bool {
     let before = found.all.len();
     let is_relay = found.or(&table.mode, false, |mode| match mode {
