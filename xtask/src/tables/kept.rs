@@ -272,7 +272,7 @@ mod tests {
             ),
             (&GOOD.replace("_min\":2.0", "_min\":2.6"), "is not between"),
             (&GOOD.replace(",\"gib_per_s_max\":3.0", ""), "only one end"),
-            (&GOOD.replace("\"gib_per_s\":2.5,", ""), "without gib_per_s"),
+            (&GOOD.replace("\"gib_per_s\":2.5,", ""), "no gib_per_s"),
             (
                 &GOOD.replace("\"gib_per_s\":2.5", "\"gib_per_s\":\"2.5\""),
                 "not a number",

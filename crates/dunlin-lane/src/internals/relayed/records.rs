@@ -13,7 +13,6 @@ use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 
 use super::RelayError;
 use super::messages::{self, Control, Opening, Sealing, Verdict, not_renewed};
-use super::session::Opened;
 use crate::internals::handshake::{Renewal, halves};
 use crate::internals::provider::{Provider, ProviderError, parts};
 use crate::internals::record::{
@@ -21,6 +20,17 @@ use crate::internals::record::{
     TAG_BYTES,
 };
 use crate::internals::sync::lock;
+
+/// The result of `Session::open`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Opened {
+    /// The number of input bytes consumed: complete records.
+    pub taken: usize,
+    /// The number of bytes of content.
+    pub content: usize,
+    /// Whether the peer has closed its direction. The close is authenticated.
+    pub is_over: bool,
+}
 
 /// Both directions of a connection.
 pub(super) struct Records {
@@ -76,7 +86,7 @@ impl Records {
         lock(&self.sealer).messages.renew_after(records);
     }
 
-    /// See [`Session::seal`](super::session::Session::seal).
+    /// See `Session::seal`.
     pub(super) fn seal(
         &self,
         content: Option<&[u8]>,
@@ -103,7 +113,7 @@ impl Records {
         Ok(records)
     }
 
-    /// See [`Session::open`](super::session::Session::open). Also returns whether a request for the
+    /// See `Session::open`. Also returns whether a request for the
     /// peer's next key should be sent now.
     pub(super) fn open(
         &self,

@@ -12,6 +12,7 @@ use rustls::ExtractedSecrets;
 use rustls::unbuffered::{ConnectionState, EncryptError, InsufficientSizeError};
 
 use super::RelayError;
+pub use super::records::Opened;
 use super::records::Records;
 use crate::internals::handshake::{Renewal, Unbuffered, encode};
 use crate::internals::provider::{Provider, ProviderError};
@@ -27,17 +28,6 @@ pub struct Session {
 enum Version {
     V1_2(Mutex<Box<dyn Connection>>),
     V1_3(Records),
-}
-
-/// The result of [`Session::open`].
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Opened {
-    /// The number of input bytes consumed: complete records.
-    pub taken: usize,
-    /// The number of bytes of content.
-    pub content: usize,
-    /// Whether the peer has closed its direction. The close is authenticated.
-    pub is_over: bool,
 }
 
 /// The connection of either role, in TLS 1.2.
