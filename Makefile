@@ -50,9 +50,9 @@ audit:
 # limits of the status page's CPU time and of handed-over sockets that wait, and for silent peers of relays, plus 10
 # for timelines of several VMs, 90 for threads of trunks that wake less often, and 230 for records that are sealed
 # and opened in separate memory, for aligned buffers, and for guests of the benchmark that are partly filled, and
-# 240 for a relay's TLS 1.3 records, which are sealed and opened without copies, and 60 for longer texts of
+# 250 for a relay's TLS 1.3 records, which are sealed and opened without copies, and 60 for longer texts of
 # errors. A change that raises the limit states its reason here.
-LINES_LIMIT = 71110
+LINES_LIMIT = 71120
 
 # Runs the checks that CI runs before the tests.
 check:

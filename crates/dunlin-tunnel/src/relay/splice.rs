@@ -2,8 +2,10 @@
 //! socket by splice(2). Only control records enter this process.
 
 use std::io;
+use std::time::Instant;
 
 use dunlin_linux::ktls;
+use dunlin_linux::socket::wait_writable;
 use dunlin_linux::splice::Conduit;
 use dunlin_proto::fault::FaultCode;
 
@@ -216,7 +218,9 @@ impl Channel {
         let Some(mut sealing) = try_lock(&kernel.sealing) else {
             return Ok(());
         };
-        if sealing.is_asking() {
+        // Do not wait until the peer reads, because the thread that reads from the peer calls this
+        // too. A later call sends the update. If the socket has failed, the next write reports it.
+        if sealing.is_asking() && wait_writable(&self.tls, Instant::now()).unwrap_or(false) {
             self.renew_by_kernel(&mut sealing, stop)?;
         }
         Ok(())

@@ -173,7 +173,8 @@ impl Sealing {
             };
         }
         let asked = keys.asked.swap(false, Ordering::SeqCst);
-        let asking = keys.asking.swap(false, Ordering::SeqCst);
+        let asking = keys.asking.swap(false, Ordering::SeqCst)
+            && keys.asks.load(Ordering::Relaxed) < ASKS_LIMIT;
         if !(is_used_up || asked || asking) {
             return Ok(None);
         }
@@ -270,7 +271,11 @@ impl Opening {
         }
         match Content::of_control(content_type, content) {
             Ok(Content::Late(..)) => self.late(content),
-            Ok(Content::Usual(_)) => Ok(Verdict::Closed),
+            Ok(Content::Usual(_)) => {
+                // A peer that has closed its direction needs no further key.
+                self.keys.asking.store(false, Ordering::SeqCst);
+                Ok(Verdict::Closed)
+            }
             // This alert is not an error. A close or an error alert follows it; some programs send
             // it before every close (RFC 8446, section 6.1).
             Err(OpenError::Alert {
@@ -307,6 +312,9 @@ impl Opening {
         let mut at = 0;
         while let [kind, high, middle, low, rest @ ..] = &self.message[at..] {
             let length = u32::from_be_bytes([0, *high, *middle, *low]) as usize;
+            if *kind != 24 && !(*kind == 4 && self.keys.is_client) {
+                return Err(RelayError::Late(*kind));
+            }
             if length > MESSAGE_LIMIT_BYTES {
                 return Err(RelayError::LateRun);
             }
@@ -314,7 +322,7 @@ impl Opening {
                 break;
             };
             match (*kind, message) {
-                (4, _) if self.keys.is_client => {}
+                (4, _) => {}
                 // No message may follow the key update in the same record, because the old key
                 // sealed this record.
                 (24, [requested @ (0 | 1)]) if rest.len() == length => {

@@ -1,5 +1,5 @@
 //! A relay's connection with TLS 1.3 in this process. The records are those of
-//! [`record`](crate::internals::record), as on a lane, so their content is not copied.
+//! [`record`](crate::internals::record), as on a lane, so aws-lc-rs seals and opens without a copy.
 //! [`messages`](super::messages) interprets the records that are not data.
 //!
 //! The directions share only what [`messages`](super::messages) shares, so one thread can seal

@@ -54,6 +54,8 @@ struct Shared<C> {
     sealed: u64,
     /// Whether the peer has closed its direction, or a record was invalid.
     is_over: bool,
+    /// Whether this side has closed its direction. It then sends nothing more.
+    is_closed: bool,
 }
 
 impl Session {
@@ -66,6 +68,7 @@ impl Session {
             limit: RECORD_LIMIT,
             sealed: 0,
             is_over: false,
+            is_closed: false,
         };
         Self {
             version: Version::V1_2(Mutex::new(Box::new(shared))),
@@ -183,6 +186,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                     };
                     self.pending.clear();
                     self.sealed += count;
+                    self.is_closed = content.is_none();
                     return Ok(front + sealed);
                 }
                 state => return Err(unexpected(format!("{state:?} while sealing"))),
@@ -219,6 +223,9 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
             opened.taken += status.discard;
         }
         self.is_over = opened.is_over;
+        if self.is_closed {
+            self.pending.clear();
+        }
         self.partial.clear();
         self.partial.extend_from_slice(&bytes[opened.taken..]);
         Ok(opened)

@@ -65,6 +65,17 @@ fn a_split_ticket_is_ignored_and_data_within_it_is_an_error() {
 }
 
 #[test]
+fn the_longest_message_is_accepted() {
+    let mut open = open();
+    let mut ticket = vec![4, 0, 0xff, 0xff];
+    ticket.resize(4 + MESSAGE_LIMIT_BYTES, 9);
+    for piece in ticket.chunks(CONTENT_BYTES) {
+        assert_eq!(open.interpret(HANDSHAKE, piece).unwrap(), Verdict::Nothing);
+    }
+    open.came(4).unwrap();
+}
+
+#[test]
 fn i7_a_client_that_sends_a_session_ticket_is_rejected() {
     let (_, mut open) = halves_without_kernel(Version::V1_3, false);
     let ticket = open.interpret(HANDSHAKE, &[4, 0, 0, 1, 0]);
@@ -175,6 +186,7 @@ fn i7_forbidden_messages_end_the_connection() {
         (&[24, 0, 0, 2, 0, 0], "an update that is too long"),
         (&[&update[..], &[4]].concat(), "data after an update"),
         (&[4, 1, 0, 0], "more than the limit"),
+        (&[13, 0, 0, 9], "the header of a request for a certificate"),
         (&[4, 0xff, 0xff, 0xff], "far more"),
         (&[], "nothing at all"),
     ] {
