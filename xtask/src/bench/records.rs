@@ -82,7 +82,7 @@ pub(super) fn open(mut from: &Stream, mut to: &Stream) -> Result<()> {
             rest = behind;
         }
         to.write_all(&content[..opened])?;
-        // The next read begins at a multiple of a line.
+        // Move the partial record so that the next read begins at a multiple of a cache line.
         let partial = start..filled;
         start = partial.len().next_multiple_of(LINE_BYTES) - partial.len();
         filled = start + partial.len();

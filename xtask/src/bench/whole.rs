@@ -273,8 +273,9 @@ pub(super) struct Moved {
     pub(super) destination_peak_mib: f64,
 }
 
-/// Writes to memory and frees it, as a preceding migration would. Call this function right before
-/// the destination allocates its memory: the host may reclaim the freed memory within seconds.
+/// Writes to memory and frees it, so that the host has backed these pages when the destination
+/// allocates its memory, as after a preceding migration. Call this function right before that: the
+/// host may reclaim the freed memory within seconds.
 pub(super) fn touch(workload: &Workload) -> Result<()> {
     touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))
 }

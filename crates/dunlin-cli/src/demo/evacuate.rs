@@ -45,8 +45,8 @@ impl Demo {
     pub(super) fn evacuate(&self, count: u16, guest: GuestKind, scratch: &Scratch) -> Result<i32> {
         if !self.json {
             put(&format!(
-                "{count} guests of {} MiB, each of which writes {} pages per second, leave one host \
-                 for another at once",
+                "{count} guests of {} MiB, each of which writes {} pages per second, move from one \
+                 host to another at the same time",
                 self.memory() >> 20,
                 self.dirty_rate
             ));

@@ -231,7 +231,7 @@ fn clock_difference(theirs: u64, now: SystemTime, elapsed: Duration) -> Verdict 
         _ => Verdict::ok(
             check,
             value,
-            format!("the peer's clock compared with this host's, {uncertain}"),
+            format!("the difference between the peer's clock and this host's, {uncertain}"),
         ),
     }
 }

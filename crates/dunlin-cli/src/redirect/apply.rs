@@ -124,8 +124,8 @@ impl Apply {
         };
         if let Some(difference) = difference {
             bail!(
-                "the rules in force are not the ones that were loaded (at fault: this side): \
-                 {difference}; another program changed them, find it with `nft monitor`"
+                "another program on this host changed the loaded rules: {difference}; find the \
+                 program with `nft monitor` (at fault: this side)"
             );
         }
         Ok(())

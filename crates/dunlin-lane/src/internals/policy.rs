@@ -102,7 +102,7 @@ pub(super) struct Side {
 #[derive(Clone, Debug)]
 pub struct ServerTls {
     current: Arc<Mutex<Arc<ServerSettings>>>,
-    /// The settings of the session in progress.
+    /// The settings with which this session began; `None` before its first handshake.
     kept: Arc<Mutex<Option<Arc<ServerSettings>>>>,
 }
 

@@ -204,8 +204,8 @@ fn every_mistake_in_a_redirect_is_reported_with_its_line_and_remedy() {
     }
 }
 
-/// The configuration is refused. Otherwise the rules would reject the peers of these routes, or
-/// lead the tunnel's own connections back to the tunnel.
+/// If a route has the port or the name of a redirect, the configuration is refused. Otherwise the
+/// rules would reject the peers of such a route, or lead the tunnel's own connections back to it.
 #[test]
 fn ports_and_names_of_routes_collide_with_redirects() {
     for (route, line, word) in [
