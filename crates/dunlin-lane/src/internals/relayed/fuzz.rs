@@ -59,14 +59,15 @@ fn messages(
     partial.extend_from_slice(content);
     while let [kind, high, middle, low, rest @ ..] = &partial[..] {
         let length = usize::from(*high) << 16 | usize::from(*middle) << 8 | usize::from(*low);
-        if length > MESSAGE_LIMIT_BYTES {
+        let is_allowed = *kind == 24 || (*kind == 4 && is_client);
+        if length > MESSAGE_LIMIT_BYTES || !is_allowed {
             return Err(());
         }
         if rest.len() < length {
             break;
         }
         match (kind, &rest[..length], rest.len() - length) {
-            (4, ..) if is_client => {}
+            (4, ..) => {}
             (24, [requested @ (0 | 1)], 0) => {
                 let requested = *requested == 1;
                 partial.clear();
