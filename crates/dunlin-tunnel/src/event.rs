@@ -79,7 +79,8 @@ pub enum Event {
         peer: String,
         /// Whether the peer's host acknowledges what it receives.
         host_answers: bool,
-        /// The fault code, and a text that says which connections are silent and what the tunnel does.
+        /// The fault code, and a text that says which connections are silent and what the tunnel
+        /// does.
         failure: Failure,
     },
     /// The control lane was lost; it may be resumed.

@@ -178,8 +178,8 @@ impl LaneGuard for LaneHold {
 }
 
 impl LaneHold {
-    /// The CPU to which the lane's thread is pinned. `None` if each connection has an SA of its own,
-    /// or if no CPUs are configured.
+    /// The CPU to which the lane's thread is pinned. `None` if each connection has an SA of its
+    /// own, or if no CPUs are configured.
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
         self.0.cpu

@@ -514,7 +514,8 @@ mod tests {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
             // The handshake's nonces are the IV of the key block with a small record number XORed
-            // into its low bits. Here the highest bit differs, so no nonce of the handshake repeats.
+            // into its low bits. Here the highest bit differs, so no nonce of the handshake is used
+            // again.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }

@@ -19,7 +19,8 @@
 //!
 //! A clean end is passed on as a clean end: a shutdown by the hypervisor becomes a *close_notify*,
 //! and a *close_notify* from the peer becomes a shutdown. Every other end is passed on as an abort,
-//! for example a connection that ends without *close_notify*. An idle channel holds no buffer.
+//! for example a connection that ends without *close_notify*. An idle channel holds no buffer for
+//! data.
 
 mod channel;
 mod dial;

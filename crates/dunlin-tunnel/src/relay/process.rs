@@ -28,9 +28,10 @@ const PIECE_BYTES: usize = 512 << 10;
 pub(super) const CHANNEL_BYTES: u64 = 2 * (1080 << 10);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES + LINE_BYTES);
-// A channel has four buffers of one piece each. In TLS 1.2, rustls buffers one record per direction.
-// In TLS 1.3, an incomplete message of 64 KiB can wait for a record of the peer. Each needs one more
-// record as room for overhead: a sealed record is up to 29 bytes longer than its content.
+// A channel has four buffers of one piece each. In TLS 1.2, rustls buffers one record per
+// direction. In TLS 1.3, an incomplete message of 64 KiB can wait for a record of the peer. Both
+// bounds have one more record for overhead: a sealed record is up to 29 bytes longer than its
+// content.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 const _: () =
     assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + (64 << 10) + 2 * RECEIVED_RECORD_BYTES);

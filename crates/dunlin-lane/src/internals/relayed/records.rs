@@ -33,7 +33,7 @@ pub struct Opened {
 }
 
 /// Both directions of a connection.
-pub(super) struct Records {
+pub(super) struct Halves {
     sealer: Mutex<Sealer>,
     opener: Mutex<Opener>,
 }
@@ -56,7 +56,7 @@ struct Opener {
     is_over: bool,
 }
 
-impl Records {
+impl Halves {
     pub(super) fn new(
         secrets: ExtractedSecrets,
         next: Box<dyn Renewal>,
@@ -113,8 +113,8 @@ impl Records {
         Ok(records)
     }
 
-    /// See `Session::open`. Also returns whether a request for the
-    /// peer's next key should be sent now.
+    /// See `Session::open`. Also returns whether a request for the peer's next key should be sent
+    /// now.
     pub(super) fn open(
         &self,
         bytes: &mut [u8],

@@ -1,8 +1,8 @@
 //! A relay's connection in this process, shared by two threads.
 //!
 //! TLS 1.3 uses the records of lanes (module `records`). TLS 1.2, which is only for older peers,
-//! uses rustls, which keeps one state for both directions, behind a lock. No lock of a connection is
-//! held while a socket is read or written, so one direction continues while the other direction is
+//! uses rustls, which keeps one state for both directions, behind a lock. No such lock is held
+//! while a socket is read or written, so one direction continues while the other direction is
 //! blocked.
 
 use std::sync::Mutex;
@@ -12,8 +12,8 @@ use rustls::ExtractedSecrets;
 use rustls::unbuffered::{ConnectionState, EncryptError, InsufficientSizeError};
 
 use super::RelayError;
+use super::records::Halves;
 pub use super::records::Opened;
-use super::records::Records;
 use crate::internals::handshake::{Renewal, Unbuffered, encode};
 use crate::internals::provider::{Provider, ProviderError};
 use crate::internals::record::{Alert, CONTENT_BYTES, OpenError, RECORD_LIMIT};
@@ -27,7 +27,7 @@ pub struct Session {
 
 enum Version {
     V1_2(Mutex<Box<dyn Connection>>),
-    V1_3(Records),
+    V1_3(Halves),
 }
 
 /// The connection of either role, in TLS 1.2.
@@ -84,7 +84,7 @@ impl Session {
         provider: Provider,
     ) -> Result<Self, ProviderError> {
         Ok(Self {
-            version: Version::V1_3(Records::new(secrets, next, is_client, provider)?),
+            version: Version::V1_3(Halves::new(secrets, next, is_client, provider)?),
             is_pending: AtomicBool::new(false),
         })
     }
