@@ -79,8 +79,7 @@ fn take(
             site.reject(from, reason.fault(), harmless(&reason.to_string()));
         }
         Arrival::Starved(error) => {
-            let text = format!("out of descriptors, cannot accept connections: {error}");
-            site.report(Event::Warning(text));
+            site.cannot_accept("the tunnel", &error);
         }
     }
 }

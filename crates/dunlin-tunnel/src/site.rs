@@ -3,6 +3,7 @@
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
@@ -287,6 +288,16 @@ impl Site {
     pub(super) fn reject(&self, from: impl ToString, fault: FaultCode, why: impl ToString) {
         let (from, why) = (from.to_string(), why.to_string());
         self.report(Event::Rejected { from, fault, why });
+    }
+
+    /// Reports that `what` cannot accept connections because descriptors or memory ran out.
+    pub(super) fn cannot_accept(&self, what: &str, error: &io::Error) {
+        let text = format!(
+            "{what} cannot accept connections ({error}): this process or host is out of file \
+             descriptors or memory; raise the limit of open files (`ulimit -n`), or free \
+             descriptors and memory"
+        );
+        self.report(Event::Warning(text));
     }
 
     /// Starts a thread that is joined when the tunnel ends. Reports a failure as an event.

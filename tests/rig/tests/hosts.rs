@@ -297,14 +297,13 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
-    // Returns false if the process has ended. A zombie counts as ended, because only the system's
-    // first process reaps an orphan, which can take a while.
-    let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    // A zombie has ended: only the system's first process reaps an orphan, which can take a while.
+    let runs = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
     let deadline = Instant::now() + Duration::from_secs(10);
-    while gone() && Instant::now() < deadline {
+    while runs() && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(10));
     }
-    assert!(!gone(), "the process on the removed host still runs");
+    assert!(!runs(), "the process on the removed host still runs");
 }
 
 /// `hosts_of_a_killed_process_are_swept_and_no_others` runs this test as a separate process.

@@ -40,7 +40,7 @@ const REFUSALS: u32 = 5;
 enum Happened {
     Seen(Vec<(usize, Seen)>),
     Ended(usize, Box<Ended>),
-    /// libvirt refused a request, with its reason.
+    /// libvirt refused a request, or virsh could not be run; with the reason.
     Refused(usize, &'static str, String),
     Signal(EndSignal),
 }
@@ -187,7 +187,7 @@ struct Moves<'a> {
     record: &'a mut Record,
     asked: Vec<Arc<Asked>>,
     phases: Vec<Phase>,
-    /// The number of times that libvirt refused each request for each VM.
+    /// The number of times that each request failed for each VM.
     refused: BTreeMap<(usize, &'static str), u32>,
     /// The figures of each VM's migration while it was under way.
     jobs: Vec<Option<Job>>,

@@ -103,12 +103,7 @@ fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<R
         },
         RelayArrival::Rejected { from, reason } => (from, reason.fault(), reason.to_string()),
         RelayArrival::Starved(error) => {
-            let route = &exit.route;
-            let text = format!(
-                "route {route} cannot accept TLS clients, because descriptors or memory ran out: \
-                 {error}"
-            );
-            site.report(Event::Warning(text));
+            site.cannot_accept(&format!("route {}", exit.route), &error);
             return None;
         }
     };

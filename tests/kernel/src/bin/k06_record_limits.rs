@@ -1,5 +1,6 @@
-//! The kernel does not enforce the record limit of AES-GCM. It seals records after number 2^24, and
-//! stops only when the sequence number wraps at 2^64.
+//! The kernel does not enforce the record limit of AES-GCM.
+//!
+//! It seals records after number 2^24, and stops only when the sequence number wraps at 2^64.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;

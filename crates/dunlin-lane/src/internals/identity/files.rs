@@ -51,7 +51,7 @@ pub(super) fn read_key(
     key.map(Zeroizing::new).map_err(|source| match source {
         pem::Error::NoItemsFound => IdentityErrorKind::Nothing {
             path,
-            wanted: "private key in PEM form",
+            wanted: "private key in PEM form: write the certificate's key to it",
         },
         source => IdentityErrorKind::BadPem { path, source },
     })
@@ -59,7 +59,7 @@ pub(super) fn read_key(
 
 /// Reads the certificates of a file, which must contain at least one.
 pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityErrorKind> {
-    items(path, "certificate in PEM form")
+    items(path, "certificate in PEM form: write one to it")
 }
 
 /// Makes every certificate of a file a trust anchor.
