@@ -294,8 +294,8 @@ impl Site {
     pub(super) fn cannot_accept(&self, what: &str, error: &io::Error) {
         let text = format!(
             "{what} cannot accept connections ({error}): this process or host is out of file \
-             descriptors or memory; raise the limit of open files (`ulimit -n`), or free \
-             descriptors and memory"
+             descriptors or memory; raise the limit of open files (`ulimit -n`, LimitNOFILE= of \
+             a service), or free descriptors and memory"
         );
         self.report(Event::Warning(text));
     }
