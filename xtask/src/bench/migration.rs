@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::ends::{SERVER, Site, Variant};
 use super::pair::Pair;
+use super::whole;
 
 /// The duration and downtime of a migration.
 pub(super) struct Moved {
@@ -54,6 +55,7 @@ pub(super) fn migrate(
     if pair.variant == Variant::QemuTls {
         migration.tls = Some((site.credentials.folder(), SERVER.to_owned()));
     }
+    whole::touch(&setup.workload)?;
     let moved = watch(&mut source, &mut destination, &migration, limits.migration);
     moved.with_context(|| {
         let (source, destination) = (source.messages(), destination.messages());
