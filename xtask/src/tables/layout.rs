@@ -32,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 21] = [
+pub(super) const TABLES: [Table; 20] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -51,13 +51,6 @@ pub(super) const TABLES: [Table; 21] = [
         name: "tunnel-qemu",
         page: "docs/benchmarking/downtime.md",
         results: &["tunnel-qemu"],
-        has_conditions: true,
-        cells: tunnel::qemu,
-    },
-    Table {
-        name: "tunnel-qemu-second-host",
-        page: "docs/benchmarking/downtime.md",
-        results: &["tunnel-qemu-second-host"],
         has_conditions: true,
         cells: tunnel::qemu,
     },
