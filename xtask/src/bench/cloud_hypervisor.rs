@@ -13,6 +13,7 @@ use dunlin_rig::guest::{Line, Workload, bare_image};
 use dunlin_test_base::Scratch;
 use serde_json::{Value, json};
 
+use super::vcpu;
 use super::whole::{self, Moved};
 
 /// How a migration gets from the source to the destination.
@@ -61,6 +62,7 @@ pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>
     source.wait("ready guest", |line| {
         matches!(Line::parse(line), Some(Line::Ready { .. }))
     })?;
+    vcpu::limit_cloud_hypervisor(&source)?;
     let destination = CloudHypervisor::start(program, None, &[])?;
     let ids = [source.process(), destination.process()];
     let cpu = || {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::ends::{SERVER, Site, Variant};
 use super::pair::Pair;
-use super::whole;
+use super::{vcpu, whole};
 
 /// The duration and downtime of a migration.
 pub(super) struct Moved {
@@ -46,6 +46,7 @@ pub(super) fn migrate(
     let mut source = Machine::start(setup, None)?;
     let mut destination = Machine::start_incoming(setup, None)?;
     source.wait_ready()?;
+    vcpu::limit_qemu(&mut source)?;
     let mut migration = Migration::through(
         &format!("unix:{}", pair.qemu.display()),
         &format!("unix:{}", site.qemu().display()),

@@ -21,6 +21,7 @@ mod records;
 pub mod status;
 pub mod tunnel;
 mod turns;
+mod vcpu;
 mod vm;
 pub mod whole;
 

@@ -22,7 +22,7 @@ use dunlin_rig::machine::{Accelerator, Credentials, Machine, Migration, Setup, b
 use dunlin_test_base::Scratch;
 use serde_json::{Map, Value, json};
 
-use super::{cloud_hypervisor, program, turns};
+use super::{cloud_hypervisor, program, turns, vcpu};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
@@ -72,8 +72,8 @@ const FIGURES: [&str; 9] = [
 enum Activity {
     /// The guest halts, and its memory has the content of a file.
     Idle,
-    /// The guest writes 100 MiB/s to an eighth of its memory. Between the writes it spins, so it
-    /// keeps one CPU busy.
+    /// The guest writes 100 MiB/s to an eighth of its memory. Between the writes it spins, with a
+    /// limit on its CPU time; see [`vcpu`].
     Writing,
 }
 
@@ -348,6 +348,7 @@ impl Rig {
         let mut source = Machine::start(&setup, None)?;
         let mut destination = Machine::start_incoming(&setup, None)?;
         source.wait_ready()?;
+        vcpu::limit_qemu(&mut source)?;
         let ids = [source.process(), destination.process()];
         let cpu = || {
             ids.iter()
