@@ -42,6 +42,11 @@ pub struct TunnelOptions {
     /// Skips the measurements with Cloud Hypervisor, even if CLOUD_HYPERVISOR=PATH is set.
     #[arg(long)]
     without_cloud_hypervisor: bool,
+    /// MiB of memory of QEMU's guest, 512 to 2048. QEMU decides every 100 ms whether to switch over,
+    /// so the time of a small guest depends on the first tenths of a second.
+    #[arg(long, value_name = "MIB", default_value_t = WORKLOAD.memory_mib,
+        value_parser = clap::value_parser!(u32).range(512..=2048))]
+    guest_size: u32,
     /// QEMU's downtime limits, each measured in every round: QEMU switches over as soon as it
     /// predicts no more than this downtime.
     #[arg(long, value_name = "MS", value_delimiter = ',', default_value = "300")]
@@ -75,7 +80,7 @@ const BESIDE: usize = 4;
 /// memory is sent over the main connection.
 const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
-/// 512 MiB, of which the guest writes to 40 MiB about twice a second.
+/// The guest fills 469 MiB, and then writes to 40 MiB of them about twice a second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 512,
     pages: 120_000,
@@ -145,7 +150,14 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             Ok(_) => Accelerator::Kvm,
             Err(_) => Accelerator::Tcg,
         };
-        Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
+        // The memory that the guest does not fill stays the same.
+        let more = options.guest_size - WORKLOAD.memory_mib;
+        let workload = Workload {
+            memory_mib: options.guest_size,
+            pages: WORKLOAD.pages + (u64::from(more) << 8),
+            ..WORKLOAD
+        };
+        Some(Setup::new(&qemu, Guest::Bare, workload, accelerator))
     };
     let mut turns = Vec::new();
     for ends in Ends::BOTH {
