@@ -62,7 +62,7 @@ pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>
     source.wait("ready guest", |line| {
         matches!(Line::parse(line), Some(Line::Ready { .. }))
     })?;
-    vcpu::limit_cloud_hypervisor(&source)?;
+    vcpu::limit_cloud_hypervisor(&source, workload)?;
     let destination = CloudHypervisor::start(program, None, &[])?;
     let ids = [source.process(), destination.process()];
     let cpu = || {

@@ -46,7 +46,7 @@ pub(super) fn migrate(
     let mut source = Machine::start(setup, None)?;
     let mut destination = Machine::start_incoming(setup, None)?;
     source.wait_ready()?;
-    vcpu::limit_qemu(&mut source)?;
+    vcpu::limit_qemu(&mut source, setup)?;
     let mut migration = Migration::through(
         &format!("unix:{}", pair.qemu.display()),
         &format!("unix:{}", site.qemu().display()),

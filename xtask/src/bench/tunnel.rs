@@ -22,7 +22,7 @@ use super::ends::{Ends, Site, Variant};
 use super::load::{self, Moved};
 use super::migration::{self, Limits};
 use super::pair::Pair;
-use super::{program, turns};
+use super::{program, turns, vcpu};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
@@ -150,6 +150,9 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             Ok(_) => Accelerator::Kvm,
             Err(_) => Accelerator::Tcg,
         };
+        if accelerator == Accelerator::Kvm {
+            vcpu::check()?;
+        }
         // The memory that the guest does not fill stays the same.
         let more = options.guest_size - WORKLOAD.memory_mib;
         let workload = Workload {
@@ -181,6 +184,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     }
     if !options.without_cloud_hypervisor {
         if dunlin_rig::cloud_hypervisor::program().is_some() {
+            vcpu::check()?;
             let ends = pairs.iter().filter(|pair| pair.variant.carries_streams());
             turns.extend(ends.map(Turn::CloudHypervisor));
         } else {

@@ -290,6 +290,9 @@ impl Rig {
             Ok(_) => Accelerator::Kvm,
             Err(_) => Accelerator::Tcg,
         };
+        if accelerator == Accelerator::Kvm {
+            vcpu::check()?;
+        }
         let rig = Self {
             qemu: debian::qemu()?,
             accelerator,
@@ -348,7 +351,7 @@ impl Rig {
         let mut source = Machine::start(&setup, None)?;
         let mut destination = Machine::start_incoming(&setup, None)?;
         source.wait_ready()?;
-        vcpu::limit_qemu(&mut source)?;
+        vcpu::limit_qemu(&mut source, &setup)?;
         let ids = [source.process(), destination.process()];
         let cpu = || {
             ids.iter()
