@@ -34,12 +34,12 @@ use clap::Subcommand;
 #[derive(Debug, Subcommand)]
 pub enum Bench {
     /// Compares relay and stripe mode with stunnel, OpenSSH, a proxy in Go and a minimal tunnel
-    /// (the floor): throughput, round trips, and QEMU's downtime. Guests on KVM need root, which
-    /// limits their CPU time.
+    /// (the floor): throughput, round trips, and QEMU's downtime. Needs root if there is KVM, to
+    /// limit the CPU time of guests.
     Tunnel(tunnel::TunnelOptions),
     /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS;
-    /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary. Guests of these on KVM need
-    /// root, which limits their CPU time.
+    /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary. Needs root if there is KVM, to
+    /// limit the CPU time of guests.
     Whole(whole::WholeOptions),
     /// Measures migrations over a line with a long round trip, with two settings of the kernel's
     /// socket buffers. Needs root.

@@ -42,8 +42,8 @@ pub struct TunnelOptions {
     /// Skips the measurements with Cloud Hypervisor, even if CLOUD_HYPERVISOR=PATH is set.
     #[arg(long)]
     without_cloud_hypervisor: bool,
-    /// MiB of memory of QEMU's guest, 512 to 2048. QEMU decides every 100 ms whether to switch over,
-    /// so the time of a small guest depends on the first tenths of a second.
+    /// MiB of memory of QEMU's guest, 512 to 2048. QEMU estimates the bandwidth every 100 ms, so the
+    /// time of a small guest depends on the first tenths of a second.
     #[arg(long, value_name = "MIB", default_value_t = WORKLOAD.memory_mib,
         value_parser = clap::value_parser!(u32).range(512..=2048))]
     guest_size: u32,
@@ -80,7 +80,7 @@ const BESIDE: usize = 4;
 /// memory is sent over the main connection.
 const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
-/// The guest fills 469 MiB, and then writes to 40 MiB of them about twice a second.
+/// A guest that fills 469 MiB, and then writes to 39 MiB of them about twice a second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 512,
     pages: 120_000,

@@ -71,8 +71,8 @@ fn limit(thread: u64) -> Result<()> {
     chrt(&["--pid", "0", &thread.to_string()])
 }
 
-/// Runs chrt for the thread or the command that `target` names, after the priority, which is 0 in
-/// this class.
+/// Runs chrt with the limit. `target` is the end of its command line: the priority, which is 0 in
+/// this class, and a thread or a command.
 fn chrt(target: &[&str]) -> Result<()> {
     let mut command = Command::new("chrt");
     command
