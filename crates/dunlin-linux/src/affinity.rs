@@ -42,6 +42,15 @@ pub fn allowed() -> io::Result<Vec<usize>> {
     Ok(cpus.filter(|&cpu| set.is_set(cpu)).collect())
 }
 
+/// The number of CPUs that the host has and uses, or 1 if the kernel does not report it
+/// (sysconf(3)).
+#[must_use]
+pub fn online() -> usize {
+    // SAFETY: the call takes no pointers.
+    let count = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    usize::try_from(count).unwrap_or(1).max(1)
+}
+
 /// User and system time that the calling thread has used.
 #[must_use]
 pub fn thread_cpu_time() -> Duration {
@@ -75,6 +84,11 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    #[test]
+    fn a_thread_may_run_on_no_more_cpus_than_the_host_uses() {
+        assert!(allowed().unwrap().len() <= online());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::option;
 use crate::poll::{Interest, Wakeup, poll};
@@ -88,6 +88,15 @@ pub fn connect(
     Ok(stream)
 }
 
+/// Sends as many of `bytes` as the send buffer has space for, without waiting. Returns how many.
+///
+/// # Errors
+/// `WouldBlock` if the send buffer is full; otherwise an error from send(2).
+pub fn send_now(socket: impl AsFd, bytes: &[u8]) -> io::Result<usize> {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    Ok(rustix::net::send(socket, bytes, flags)?)
+}
+
 /// A stream socket in non-blocking mode.
 fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -129,6 +138,22 @@ pub fn connect_unix(path: &Path, deadline: Instant, stop: &Wakeup) -> io::Result
 /// An error from ioctl(2).
 pub fn unread_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(rustix::io::ioctl_fionread(socket)?)
+}
+
+/// The memory in bytes that `socket` may still use for bytes to send before a send waits
+/// (`SO_MEMINFO`, socket(7)). A byte takes more than one byte of it, because the kernel counts the
+/// memory of its buffers.
+///
+/// # Errors
+/// An error from getsockopt(2).
+pub fn send_space(socket: impl AsFd) -> io::Result<usize> {
+    /// Positions of numbers in the option's value, from linux/sock_diag.h.
+    const SNDBUF: usize = 3;
+    const WMEM_QUEUED: usize = 5;
+    let (value, _) = option::get::<{ 9 * 4 }>(socket, libc::SOL_SOCKET, libc::SO_MEMINFO)?;
+    let (numbers, _) = value.as_chunks();
+    let number = |at: usize| u32::from_ne_bytes(numbers[at]);
+    Ok(number(SNDBUF).saturating_sub(number(WMEM_QUEUED)) as usize)
 }
 
 /// The time left until `deadline`.
@@ -454,6 +479,16 @@ mod tests {
         assert_eq!(kind(&scratch.join("none")), io::ErrorKind::NotFound);
         let long = scratch.join("x".repeat(108));
         assert_eq!(kind(&long), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_socket_has_space_until_a_send_would_wait() {
+        let (mut near, _far) = pair();
+        assert!(send_space(&near).unwrap() > 0);
+        near.set_nonblocking(true).unwrap();
+        let part = [0; 64 << 10];
+        while near.write(&part).is_ok() {}
+        assert_eq!(send_space(&near).unwrap(), 0);
     }
 
     #[test]

@@ -128,18 +128,48 @@ pub(super) struct Locked<'a> {
     core: Option<MutexGuard<'a, Core>>,
 }
 
-/// The threads of this side's lanes: one watches the sockets, the others wait for work.
-#[derive(Default)]
+/// The threads of this side's lanes. Some send, and the others wait for work; one of those watches
+/// the sockets.
 pub(super) struct Senders {
+    /// The number of threads.
     pub(super) count: usize,
+    /// The most threads that send at the same time, without those that wait for a full lane.
+    most: usize,
     /// Whether one of the threads watches the sockets.
     pub(super) watched: bool,
-    /// The number of threads that wait for work while another one watches.
+    /// The number of threads that wait for work while another one watches or sends.
     pub(super) followers: usize,
+    /// The number of threads that have something to send and wait, because their lane is full.
+    pub(super) blocked: usize,
     /// Whether a thread has been woken for work and has not run yet.
     pub(super) woken: bool,
     /// Lanes that have to end; their threads have been woken.
     ending: BTreeSet<u16>,
+}
+
+impl Senders {
+    fn new(most: usize) -> Self {
+        Self {
+            count: 0,
+            most,
+            watched: false,
+            followers: 0,
+            blocked: 0,
+            woken: false,
+            ending: BTreeSet::new(),
+        }
+    }
+
+    /// The number of threads that send, without those that wait for a full lane.
+    fn sending(&self) -> usize {
+        let others = usize::from(self.watched) + self.followers + self.blocked;
+        self.count.saturating_sub(others)
+    }
+
+    /// Whether one more thread may send, besides `woken` threads that are being woken.
+    fn may_grow(&self, woken: usize) -> bool {
+        self.sending() + woken < self.most
+    }
 }
 
 /// The state of the talker.
@@ -209,11 +239,19 @@ impl Core {
         self.cutters.remove(&(direction, lane));
     }
 
-    /// Wakes a waiting thread to watch the sockets, if no thread watches them.
+    /// Wakes a waiting thread to watch the sockets, if no thread watches them and another thread may
+    /// send.
     pub(super) fn promote(&mut self) {
-        if !self.senders.watched && self.senders.followers > 0 {
+        let senders = &self.senders;
+        if !senders.watched && senders.followers > 0 && senders.may_grow(self.wakes.followers) {
             self.wakes.followers += 1;
         }
+    }
+
+    /// Whether the thread of `lane` has to wait because too many threads send. Threads that waited
+    /// for a full lane can cause this.
+    pub(super) fn has_to_follow(&self, lane: u16) -> bool {
+        self.senders.sending() > self.senders.most && self.trunk.carries_on(lane)
     }
 
     /// Ends the wait of the thread that watches the sockets, if there is one.
@@ -221,10 +259,11 @@ impl Core {
         self.wakes.watcher |= self.senders.watched;
     }
 
-    /// Wakes a lane's thread if there are bytes to send, and the threads of lanes that have to end.
-    fn wake_senders(&mut self) {
+    /// Wakes a lane's thread if there are bytes to send and another thread may send, and the threads
+    /// of lanes that have to end.
+    pub(super) fn wake_senders(&mut self) {
         let senders = &mut self.senders;
-        if self.trunk.has_work() && !senders.woken {
+        if self.trunk.has_work() && !senders.woken && senders.may_grow(self.wakes.followers) {
             if senders.followers > 0 {
                 senders.woken = true;
                 self.wakes.followers += 1;
@@ -326,7 +365,7 @@ impl Hub {
                 cutters: BTreeMap::new(),
                 dials: BTreeMap::new(),
                 troubles: BTreeMap::new(),
-                senders: Senders::default(),
+                senders: Senders::new(limits.sending_threads),
                 delayed: Vec::new(),
                 connecting: 0,
                 starts: Vec::new(),

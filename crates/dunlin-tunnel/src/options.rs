@@ -2,9 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZero;
 use std::path::Path;
+use std::thread;
 use std::time::Duration;
 
+use dunlin_linux::affinity;
 use dunlin_linux::local::FileAccess;
 use dunlin_proto::limits::{
     DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
@@ -429,6 +432,11 @@ pub struct Limits {
     /// The number of records after which a lane is replaced. It is at most the record limit of the
     /// lane's key.
     pub lane_records: u64,
+    /// The maximum number of lanes' threads of a trunk that send at the same time, at least 1. A
+    /// thread that waits because its lane is full does not count. The default depends on the
+    /// processors that the process may use: their number, or one less if they are all processors of
+    /// the host.
+    pub sending_threads: usize,
 }
 
 impl Default for Limits {
@@ -441,8 +449,20 @@ impl Default for Limits {
             vanished: Duration::from_secs(10),
             connect: Duration::from_secs(10),
             lane_records: RECORD_LIMIT,
+            sending_threads: sending_threads(),
         }
     }
+}
+
+/// Formula: a thread for each processor that the process may use. If these are all processors of
+/// the host, one less, because the hypervisor's thread that produces the bytes needs one too.
+/// Drawback: if that thread is mostly idle, so is a part of one processor. Alternative: with more
+/// threads than processors, the pieces of a channel alternate between threads that wait for each
+/// other, which costs up to a fifth more CPU time and moves less.
+fn sending_threads() -> usize {
+    let usable = thread::available_parallelism().map_or(1, NonZero::get);
+    let spare = usize::from(usable >= affinity::online());
+    usable.saturating_sub(spare).max(1)
 }
 
 /// Lower bound of [`Limits::lane_records`]. A lane with fewer records would carry little besides
@@ -466,6 +486,7 @@ impl Limits {
             vanished: self.vanished.max(Duration::from_secs(1)),
             connect: self.connect.max(Duration::from_millis(1)),
             lane_records: self.lane_records.clamp(LEAST_RECORDS, RECORD_LIMIT),
+            sending_threads: self.sending_threads.max(1),
         }
     }
 
@@ -713,15 +734,18 @@ mod tests {
             vanished: Duration::ZERO,
             connect: Duration::ZERO,
             lane_records: 0,
+            sending_threads: 0,
         };
         let Limits {
             channels,
             peer_bytes,
             trunks,
             lanes,
+            sending_threads,
             ..
         } = wild.bounded();
         assert_eq!((channels, trunks, lanes), (4096, 1, 128));
+        assert_eq!(sending_threads, 1);
         assert_eq!(peer_bytes, 4096 * LEAST_WINDOW_BYTES);
         assert_eq!(Limits::default().bounded(), Limits::default());
     }

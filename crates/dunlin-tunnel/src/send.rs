@@ -3,20 +3,20 @@
 //!
 //! One of the threads without work watches all sockets, and itself sends the bytes that it reads. A
 //! request and its answer therefore cost one wake-up per side. The other threads wait until there
-//! is more work than one thread can do.
+//! is more work than one thread can do, and until fewer threads send than there are processors for
+//! them. A thread that waits because its lane is full leaves its place to another one.
 
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::{Readiness, Ready};
-use dunlin_linux::socket::wait_writable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
 
 use super::failure::{Failure, OrFailure};
-use super::hub::{Core, Direction, Hub};
+use super::hub::{Core, Direction, Hub, Locked};
 use super::open::{self, lost};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
@@ -143,6 +143,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                 break Err(Failure::new(FaultCode::LaneLost, what));
             }
             Work::End { frames } => {
+                // The lane may be full.
+                let _blocked = Blocked::begin(hub);
                 let header = Frame::End { frames }.to_bytes();
                 let ended = sender.send(&header).and_then(|()| match sender.finish() {
                     // The peer closes the connection when it has read the end of the lane, so the
@@ -153,17 +155,13 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                 });
                 break ended.map_err(|error| failed(lane, &error));
             }
-            Work::Again { data, token } => send(&mut sender, &data, &token),
+            Work::Again { data, token } => send(hub, &mut sender, &data, &token, &mut None),
             Work::Read { channel, most } => {
                 let most = most as usize;
                 let (found, mut idle) = read(hub, lane, channel, most, socket, &mut scratch);
-                // A thread that waits for a full lane cannot watch the sockets, so rearm the socket
-                // for another thread.
-                if found.is_some() && is_full(&sender) {
-                    watch_again(hub, channel, idle.take());
-                    hub.lock().promote();
-                }
-                let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
+                let sent = found.map_or(Ok(()), |(data, piece)| {
+                    send(hub, &mut sender, &data, &piece, &mut idle)
+                });
                 // Rearm the socket only after the send: the peer waits for the piece, but no thread
                 // waits for the socket to be watched again.
                 watch_again(hub, channel, idle);
@@ -222,6 +220,16 @@ fn next(
 ) -> (Work<Piece>, Option<Arc<Socket>>) {
     let mut core = hub.lock();
     loop {
+        if core.has_to_follow(lane) {
+            core = follow(hub, core);
+            continue;
+        }
+        if !core.senders.watched && core.trunk.has_work() {
+            // While channels with many bytes keep all threads busy, none of the threads waits for
+            // sockets. So look here for channels with few bytes, which go first.
+            hub.reads.wait(ready, Some(Duration::ZERO));
+            take_ready(&mut core, ready);
+        }
         let delayed = release(hub, &mut core, Some(Instant::now()));
         let work = core.trunk.next(lane, usage, hub.now_ns());
         hub.settle(&mut core);
@@ -229,12 +237,7 @@ fn next(
             // All threads of sending lanes were just woken, because lanes may have to end. This
             // lane may be one of them, so ask for work again.
             Work::Wait if hub.wake_now(&mut core) => {}
-            Work::Wait if core.senders.watched => {
-                core.senders.followers += 1;
-                core = core.wait(&hub.idle, None);
-                core.senders.followers -= 1;
-                core.senders.woken = false;
-            }
+            Work::Wait if core.senders.watched => core = follow(hub, core),
             Work::Wait => {
                 core.senders.watched = true;
                 drop(core);
@@ -255,6 +258,15 @@ fn next(
     }
 }
 
+/// Waits until another thread wakes this one.
+fn follow<'a>(hub: &Hub, mut core: Locked<'a>) -> Locked<'a> {
+    core.senders.followers += 1;
+    let mut core = core.wait(&hub.idle, None);
+    core.senders.followers -= 1;
+    core.senders.woken = false;
+    core
+}
+
 /// Reports readable sockets to the core.
 pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
     for one in ready {
@@ -262,10 +274,6 @@ pub(super) fn take_ready(core: &mut Core, ready: &[Ready]) {
             core.trunk.readable(channel);
         }
     }
-}
-
-fn is_full(sender: &DataSender) -> bool {
-    !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
 }
 
 /// Rearms the watch of a channel's socket. Call this only after the read was reported to the core:
@@ -340,8 +348,40 @@ fn read(
     (data.zip(piece), socket.filter(|_| idle))
 }
 
-/// Seals a piece and its header as one frame, and writes the frame.
-fn send(sender: &mut DataSender, data: &Data, piece: &Piece) -> Result<(), SendError> {
+/// Seals a piece and its header as one frame, and writes the frame. If the lane is full, another
+/// thread does this thread's work meanwhile, and the watch of the socket `idle` is rearmed for it.
+fn send(
+    hub: &Hub,
+    sender: &mut DataSender,
+    data: &Data,
+    piece: &Piece,
+    idle: &mut Option<Arc<Socket>>,
+) -> Result<(), SendError> {
     let header = Frame::Data(*data).to_bytes();
-    piece.with(|bytes| sender.send_with(&header, bytes))
+    let mut blocked = None;
+    piece.with(|bytes| {
+        sender.send_with_notice(&header, bytes, &mut || {
+            watch_again(hub, data.channel(), idle.take());
+            blocked = Some(Blocked::begin(hub));
+        })
+    })
+}
+
+/// A thread that waits because its lane is full. It cannot watch the sockets.
+struct Blocked<'a>(&'a Hub);
+
+impl<'a> Blocked<'a> {
+    fn begin(hub: &'a Hub) -> Self {
+        let mut core = hub.lock();
+        core.senders.blocked += 1;
+        core.wake_senders();
+        core.promote();
+        Self(hub)
+    }
+}
+
+impl Drop for Blocked<'_> {
+    fn drop(&mut self) {
+        self.0.lock().senders.blocked -= 1;
+    }
 }

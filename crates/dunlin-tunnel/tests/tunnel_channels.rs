@@ -7,6 +7,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -167,6 +169,106 @@ fn i8_a_channel_that_stalls_fills_its_window_and_delays_no_other() {
     assert!(held() <= window_bytes);
 }
 
+/// The settings of a tunnel with three lanes on which as many threads send as `threads` says.
+fn sending(threads: usize, setup: Setup) -> Setup {
+    Setup {
+        limits: Limits {
+            sending_threads: threads,
+            ..setup.limits
+        },
+        ..setup
+    }
+}
+
+/// Bulk bytes that always wait at the sender must not keep a lane's thread from looking at other
+/// channels. The limit is counted in bulk bytes, because a time would depend on the host.
+#[test]
+fn a_few_bytes_do_not_wait_for_a_pause_in_a_bulk_transfer() {
+    let limit = 128 << 20;
+    for (lanes, threads) in [(1, 1), (3, 1), (3, 3)] {
+        let setup = Setup {
+            lanes,
+            ..Setup::default()
+        };
+        let pair = Pair::start(&sending(threads, setup));
+        let (mut near, mut far) = pair.channel();
+        let (bulk, bulk_far) = pair.channel();
+        let arrived = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&arrived);
+        let sends = thread::spawn(move || {
+            let part = vec![0; 1 << 20];
+            while (&bulk).write_all(&part).is_ok() {}
+        });
+        let takes = thread::spawn(move || {
+            let mut part = vec![0; 1 << 20];
+            while let Ok(bytes @ 1..) = (&bulk_far).read(&mut part) {
+                count.fetch_add(bytes as u64, Ordering::SeqCst);
+                if Arc::strong_count(&count) == 1 {
+                    return;
+                }
+            }
+        });
+        while arrived.load(Ordering::SeqCst) < limit {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let mut longest = 0;
+        while arrived.load(Ordering::SeqCst) < 16 * limit {
+            let before = arrived.load(Ordering::SeqCst);
+            near.write_all(b"?").unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            longest = longest.max(arrived.load(Ordering::SeqCst) - before);
+        }
+        drop(arrived);
+        join(vec![sends, takes]);
+        println!(
+            "{lanes} lanes, {threads} threads: at most {} KiB passed",
+            longest >> 10
+        );
+        assert!(
+            longest < limit,
+            "{lanes} lanes, {threads} threads: {longest}"
+        );
+    }
+}
+
+/// The thread of a full lane waits, and another one does its work, even if only one thread may send
+/// at a time.
+#[test]
+fn a_full_lane_does_not_delay_other_channels() {
+    let setup = Setup {
+        relayed: true,
+        ..Setup::default()
+    };
+    let pair = Pair::start(&sending(1, setup));
+    let relay = pair.relay.as_ref().unwrap();
+    // Open all channels first: a new one waits for the bytes that earlier ones have sent.
+    let (mut near, mut far) = pair.channel();
+    // Together these channels have more bytes than the buffers of a lane.
+    let bulk: Vec<_> = (0..32).map(|_| pair.channel()).collect();
+    let mut threads = Vec::new();
+    let mut stalled = None;
+    for (seed, (near, far)) in bulk.iter().enumerate() {
+        threads.push(send(near, seed as u64, 4 << 20));
+        threads.push(expect(far, seed as u64, 4 << 20));
+        if stalled.is_none() {
+            let busy = relay.wait_busy(1 << 20, None);
+            relay.stall(busy, true);
+            stalled = Some(busy);
+        }
+    }
+    // As long as the lane is not full, it may get the bytes of any channel.
+    relay.wait_busy(4 << 20, stalled);
+    for _ in 0..100 {
+        near.write_all(b"?").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+    // This happened before the lane counted as lost, after which others would carry its bytes.
+    let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
+    assert_eq!(pair.near_events.count(lost), 0);
+    relay.stall(stalled.unwrap(), false);
+    join(threads);
+}
+
 /// Two tunnels that are connected through the test's own TCP relay. They detect within 2 s that
 /// nothing arrives on a lane.
 fn relayed() -> Setup {
@@ -182,7 +284,16 @@ fn relayed() -> Setup {
 
 #[test]
 fn channels_survive_lanes_that_are_cut_or_swallowed() {
-    let pair = Pair::start(&relayed());
+    survive_lost_lanes(&sending(1, relayed()));
+}
+
+#[test]
+fn channels_survive_lost_lanes_when_every_lane_sends() {
+    survive_lost_lanes(&sending(3, relayed()));
+}
+
+fn survive_lost_lanes(setup: &Setup) {
+    let pair = Pair::start(setup);
     let relay = pair.relay.clone().unwrap();
     let (near, far) = pair.channel();
     let (second, second_far) = pair.channel();
@@ -192,7 +303,8 @@ fn channels_survive_lanes_that_are_cut_or_swallowed() {
     threads.push(expect(&second, 6, bytes / 4));
     let cut = relay.wait_busy(1 << 20, None);
     relay.cut(cut);
-    relay.swallow(relay.wait_busy(2 << 20, Some(cut)));
+    // With one thread that sends, only one lane carries bytes at a time.
+    relay.swallow(relay.wait_carrying(2 << 20, cut));
     join(threads);
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
     assert!(

@@ -138,6 +138,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         }),
         connect: found.or(&table.connect, usual.connect, parse_limit),
         lane_records: usual.lane_records,
+        sending_threads: usual.sending_threads,
     };
     if let Some(memory) = &table.peer_memory {
         let least = limits.channels as u64 * (256 << 10);

@@ -214,6 +214,10 @@ impl<L: Load> Lifecycle<L> {
         self.wanted = lanes.min(MAX_LANES);
     }
 
+    pub(crate) fn get(&self, number: u16) -> Option<&Lane<L>> {
+        self.lanes.get(&number)
+    }
+
     pub(crate) fn get_mut(&mut self, number: u16) -> Option<&mut Lane<L>> {
         self.lanes.get_mut(&number)
     }

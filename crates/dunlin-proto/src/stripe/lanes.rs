@@ -101,8 +101,8 @@ impl<T: Clone> SendingLanes<T> {
     }
 
     /// Whether this lane may be given frames.
-    pub(super) fn carries(&mut self, number: u16) -> bool {
-        let lane = self.life.get_mut(number);
+    pub(super) fn carries(&self, number: u16) -> bool {
+        let lane = self.life.get(number);
         lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 

@@ -393,6 +393,14 @@ impl<T: Clone> Trunk<T> {
         self.lanes.leaving()
     }
 
+    /// Whether this lane only has to send bytes. If not, its thread has to call [`Trunk::next`] soon,
+    /// because the lane has to end or was given up.
+    #[must_use]
+    pub fn carries_on(&self, lane: u16) -> bool {
+        let leaves = || self.lanes.leaving().any(|one| one == lane);
+        !self.is_over() && self.lanes.carries(lane) && !leaves()
+    }
+
     /// Returns the next action for the caller.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
         if !self.is_over() && self.actions.is_empty() {

@@ -1,4 +1,5 @@
-//! A TCP relay in front of the far tunnel. It can delay, hold, cut, swallow or refuse connections.
+//! A TCP relay in front of the far tunnel. It can delay, hold, stall, cut, swallow or refuse
+//! connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,8 +13,8 @@ use super::TIMEOUT;
 /// How long a delayed connection keeps the bytes that it has read before it forwards them.
 const DELAY: Duration = Duration::from_millis(10);
 
-/// Forwards connections until a test calls a method that delays, holds, cuts, swallows or refuses
-/// them.
+/// Forwards connections until a test calls a method that delays, holds, stalls, cuts, swallows or
+/// refuses them.
 #[derive(Clone)]
 pub struct Relay {
     pub address: SocketAddr,
@@ -34,6 +35,8 @@ struct Link {
     near: TcpStream,
     far: TcpStream,
     swallows: AtomicBool,
+    /// Whether nothing more is read from the near side.
+    stalls: AtomicBool,
     is_late: bool,
     held: Arc<AtomicBool>,
     answered: Arc<AtomicU64>,
@@ -70,6 +73,7 @@ impl Relay {
                     near,
                     far,
                     swallows: AtomicBool::new(false),
+                    stalls: AtomicBool::new(false),
                     is_late: own.count() == own.delayed.load(Ordering::SeqCst),
                     held: Arc::clone(&own.held),
                     answered: Arc::clone(&own.answered),
@@ -122,6 +126,26 @@ impl Relay {
         }
     }
 
+    /// Waits until a data lane other than `but` carries `bytes` bytes more to the far side, and returns
+    /// its number.
+    pub fn wait_carrying(&self, bytes: u64, but: usize) -> usize {
+        let until = Instant::now() + TIMEOUT;
+        let mut before = Vec::new();
+        loop {
+            for lane in 1..self.count() {
+                let carried = self.forwarded(lane).unwrap_or(0);
+                if before.len() < lane {
+                    before.push(carried);
+                }
+                if lane != but && carried >= before[lane - 1] + bytes {
+                    return lane;
+                }
+            }
+            assert!(Instant::now() < until, "no lane carries bytes");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// The largest number of bytes that a data lane has carried to the far side.
     pub fn busiest(&self) -> u64 {
         let lanes = (1..self.count()).filter_map(|lane| self.forwarded(lane));
@@ -160,6 +184,13 @@ impl Relay {
             .unwrap()
             .swallows
             .store(true, Ordering::SeqCst);
+    }
+
+    /// With `stalls`, forwards what was read from the near side on a connection, and reads nothing
+    /// more from there, so that the connection becomes full. Otherwise reads again.
+    pub fn stall(&self, link: usize, stalls: bool) {
+        let link = self.link(link).unwrap();
+        link.stalls.store(stalls, Ordering::SeqCst);
     }
 
     /// Delays everything by 10 ms on the connection that will have this number.
@@ -217,6 +248,9 @@ impl Link {
             }
             if outward {
                 self.forwarded.fetch_add(count as u64, Ordering::SeqCst);
+                while self.stalls.load(Ordering::SeqCst) {
+                    thread::sleep(Duration::from_millis(1));
+                }
             }
         }
         if !self.swallows.load(Ordering::SeqCst) {

@@ -8,7 +8,7 @@ use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
-use dunlin_linux::socket::set_pacing_rate;
+use dunlin_linux::socket::{send_now, send_space, set_pacing_rate};
 use dunlin_proto::lanes::KeyUsage;
 use dunlin_proto::negotiate::{LaneOpen, SessionSecret};
 use thiserror::Error;
@@ -191,7 +191,7 @@ impl DataSender {
     /// [`SendError`].
     #[cfg(feature = "unstable-internals")]
     pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
-        self.transmit(header, Payload::Guest(&[]))
+        self.transmit(header, Payload::Guest(&[]), None)
     }
 
     /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
@@ -204,7 +204,23 @@ impl DataSender {
     /// was sent, and the lane can still be used.
     #[cfg(feature = "unstable-internals")]
     pub fn send_with(&mut self, header: &[u8], payload: &mut [u8]) -> Result<(), SendError> {
-        self.transmit(header, Payload::Private(payload))
+        self.transmit(header, Payload::Private(payload), None)
+    }
+
+    /// Like [`Self::send_with`], and calls `would_block` once before the call waits for space in the
+    /// connection's send buffer. If the kernel seals, `would_block` is called before the send if the
+    /// send may have to wait.
+    ///
+    /// # Errors
+    /// As for [`Self::send_with`].
+    #[cfg(feature = "unstable-internals")]
+    pub fn send_with_notice(
+        &mut self,
+        header: &[u8],
+        payload: &mut [u8],
+        would_block: &mut dyn FnMut(),
+    ) -> Result<(), SendError> {
+        self.transmit(header, Payload::Private(payload), Some(would_block))
     }
 
     /// Sends the lane's first message, `open`, with a proof that this side has the session's
@@ -274,7 +290,7 @@ impl DataSender {
             Security::Tls(keys) => {
                 let close = keys.seal.close_notify()?;
                 self.buffer[..close.len()].copy_from_slice(&close);
-                self.write(0, close.len())?;
+                self.write(0, close.len(), None)?;
             }
             Security::Kernel(_) => ktls::send_record(&*self.link.stream, ALERT, &CLOSE_NOTIFY)
                 .map_err(|error| self.failure(error))?,
@@ -341,7 +357,12 @@ impl DataSender {
     }
 
     /// Seals and writes the header and the payload.
-    fn transmit(&mut self, header: &[u8], mut payload: Payload<'_, '_>) -> Result<(), SendError> {
+    fn transmit(
+        &mut self,
+        header: &[u8],
+        mut payload: Payload<'_, '_>,
+        would_block: Option<&mut dyn FnMut()>,
+    ) -> Result<(), SendError> {
         if self.spent {
             return Err(SendError::Spent);
         }
@@ -357,6 +378,13 @@ impl DataSender {
             return Err(SendError::PayloadTooLong { bytes: filled });
         }
         if let Security::Kernel(_) = &self.security {
+            // The records and the kernel's buffers take more memory than the payload.
+            let enough = 2 * (bytes + filled);
+            if let Some(would_block) = would_block
+                && send_space(&*self.link.stream).is_ok_and(|space| space < enough)
+            {
+                would_block();
+            }
             return match &mut payload {
                 Payload::Guest(pages) => self.transmit_by_kernel(header, pages),
                 Payload::Private(bytes) => {
@@ -415,7 +443,7 @@ impl DataSender {
             payload.copy_to(&mut self.buffer[front..][..filled]);
             end += filled;
         }
-        self.write(start, end)?;
+        self.write(start, end, would_block)?;
         self.counters.content_bytes += (bytes + filled) as u64;
         self.spent = false;
         Ok(())
@@ -463,12 +491,29 @@ impl DataSender {
         Ok(())
     }
 
-    fn write(&mut self, mut start: usize, end: usize) -> Result<(), SendError> {
+    /// Writes a part of the buffer. Calls `would_block` once before it waits.
+    fn write(
+        &mut self,
+        mut start: usize,
+        end: usize,
+        mut would_block: Option<&mut dyn FnMut()>,
+    ) -> Result<(), SendError> {
         while start < end {
             let written = until_not_interrupted(|| {
                 self.counters.calls += 1;
-                (&*self.link.stream).write(&self.buffer[start..end])
+                let bytes = &self.buffer[start..end];
+                match &would_block {
+                    Some(_) => send_now(&*self.link.stream, bytes),
+                    None => (&*self.link.stream).write(bytes),
+                }
             });
+            if let Err(error) = &written
+                && error.kind() == io::ErrorKind::WouldBlock
+                && let Some(would_block) = would_block.take()
+            {
+                would_block();
+                continue;
+            }
             let count = written.map_err(|error| self.failure(error))?;
             start += count;
             self.counters.wire_bytes += count as u64;
@@ -569,7 +614,7 @@ impl<'a> Frame<'a> {
     /// be used.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
         let pages = &self.guest[..self.filled / PAGE_BYTES];
-        self.sender.transmit(header, Payload::Guest(pages))
+        self.sender.transmit(header, Payload::Guest(pages), None)
     }
 }
 

@@ -75,7 +75,9 @@ fn a_requested_lane_with_a_used_up_key_is_replaced_by_request() {
     pair.sides[1].read(1, channel, Outcome::Nothing, 0);
     assert_eq!(pair.did(0), [Action::OpenLaneFor(2)]);
     assert!(pair.sides[0].opened_for(2));
+    assert!(pair.sides[1].carries_on(1) && !pair.sides[1].carries_on(2));
     assert!(pair.sides[1].lane_established(2, 0));
+    assert!(!pair.sides[1].carries_on(1) && pair.sides[1].carries_on(2));
     let end = Work::End { frames: 1 };
     assert_eq!(pair.sides[1].next(1, KeyUsage::NearLimit, 0), end);
     pair.sides[1].lane_over(1, 0);
