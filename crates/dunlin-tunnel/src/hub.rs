@@ -128,12 +128,13 @@ pub(super) struct Locked<'a> {
     core: Option<MutexGuard<'a, Core>>,
 }
 
-/// The threads of this side's lanes. Some send, and the others wait for work; one of those watches
-/// the sockets.
+/// The threads of this side's lanes. Some send, and some wait because their lane is full. The others
+/// wait for work, and one of those watches the sockets.
 pub(super) struct Senders {
     /// The number of threads.
     pub(super) count: usize,
-    /// The most threads that send at the same time, without those that wait for a full lane.
+    /// The maximum number of threads that send at the same time. A thread that waits for a full lane
+    /// does not count.
     most: usize,
     /// Whether one of the threads watches the sockets.
     pub(super) watched: bool,
@@ -166,9 +167,10 @@ impl Senders {
         self.count.saturating_sub(others)
     }
 
-    /// Whether one more thread may send, besides `woken` threads that are being woken.
-    fn may_grow(&self, woken: usize) -> bool {
-        self.sending() + woken < self.most
+    /// Whether one more thread may send, in addition to `pending` threads that are about to be woken.
+    /// This is an estimate: a thread that was woken and has not run yet still counts as waiting.
+    fn may_grow(&self, pending: usize) -> bool {
+        self.sending() + pending < self.most
     }
 }
 
@@ -248,8 +250,9 @@ impl Core {
         }
     }
 
-    /// Whether the thread of `lane` has to wait because too many threads send. Threads that waited
-    /// for a full lane can cause this.
+    /// Whether the thread of `lane` has to wait because too many threads send. This happens after a
+    /// full lane has space again, when a thread finds a readable socket while others send, and when
+    /// a lane starts.
     pub(super) fn has_to_follow(&self, lane: u16) -> bool {
         self.senders.sending() > self.senders.most && self.trunk.carries_on(lane)
     }

@@ -3,8 +3,8 @@
 //!
 //! One of the threads without work watches all sockets, and itself sends the bytes that it reads. A
 //! request and its answer therefore cost one wake-up per side. The other threads wait until there
-//! is more work than one thread can do, and until fewer threads send than there are processors for
-//! them. A thread that waits because its lane is full leaves its place to another one.
+//! is more work than one thread can do. They also wait until fewer threads send than there are
+//! processors for them. A thread that waits because its lane is full gives up its place.
 
 use std::io;
 use std::sync::Arc;
@@ -132,15 +132,15 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
     let mut scratch = fresh();
     let mut ready = Vec::new();
     let records = hub.site.limits.lane_records;
-    hub.lock().senders.count += 1;
-    let result = loop {
+    let _member = Member::join(hub);
+    loop {
         let (work, socket) = next(hub, lane, sender.key_usage(records), &mut ready);
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(
                     "lane {lane} abandoned: the peer reported its loss, or acknowledged nothing in time"
                 );
-                break Err(Failure::new(FaultCode::LaneLost, what));
+                return Err(Failure::new(FaultCode::LaneLost, what));
             }
             Work::End { frames } => {
                 // The lane may be full.
@@ -153,7 +153,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                     Err(SendError::Io(_) | SendError::PeerClosed) => Ok(()),
                     result => result.map(drop),
                 });
-                break ended.map_err(|error| failed(lane, &error));
+                return ended.map_err(|error| failed(lane, &error));
             }
             Work::Again { data, token } => send(hub, &mut sender, &data, &token, &mut None),
             Work::Read { channel, most } => {
@@ -169,17 +169,33 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             }
         };
         if let Err(error) = sent {
-            break Err(failed(lane, &error));
+            return Err(failed(lane, &error));
         }
-    };
-    let mut core = hub.lock();
-    core.senders.count -= 1;
-    if core.senders.count == 0 {
-        // No thread remains that would wait for the delayed channels.
-        release(hub, &mut core, None);
     }
-    drop(core);
-    result
+}
+
+/// One of the threads that [`super::hub::Senders`] counts, until it is dropped. A thread that panics
+/// must not keep its place.
+struct Member<'a>(&'a Hub);
+
+impl<'a> Member<'a> {
+    fn join(hub: &'a Hub) -> Self {
+        hub.lock().senders.count += 1;
+        Self(hub)
+    }
+}
+
+impl Drop for Member<'_> {
+    fn drop(&mut self) {
+        let mut core = self.0.lock();
+        core.senders.count -= 1;
+        if core.senders.count == 0 {
+            // No thread remains that would wait for the delayed channels.
+            release(self.0, &mut core, None);
+        }
+        self.0.settle(&mut core);
+        core.promote();
+    }
 }
 
 /// Rearms the watch of the delayed channels that may be read at `now`, or of all delayed channels
@@ -349,7 +365,7 @@ fn read(
 }
 
 /// Seals a piece and its header as one frame, and writes the frame. If the lane is full, another
-/// thread does this thread's work meanwhile, and the watch of the socket `idle` is rearmed for it.
+/// thread takes over the sockets while this one waits, and the watch of the socket `idle` is rearmed.
 fn send(
     hub: &Hub,
     sender: &mut DataSender,

@@ -169,7 +169,7 @@ fn i8_a_channel_that_stalls_fills_its_window_and_delays_no_other() {
     assert!(held() <= window_bytes);
 }
 
-/// The settings of a tunnel with three lanes on which as many threads send as `threads` says.
+/// `setup` with at most `threads` threads that send at the same time.
 fn sending(threads: usize, setup: Setup) -> Setup {
     Setup {
         limits: Limits {
@@ -184,7 +184,9 @@ fn sending(threads: usize, setup: Setup) -> Setup {
 /// channels. The limit is counted in bulk bytes, because a time would depend on the host.
 #[test]
 fn a_few_bytes_do_not_wait_for_a_pause_in_a_bulk_transfer() {
-    let limit = 128 << 20;
+    let long = 32 << 20;
+    let total = 64 * long;
+    let mut beside_long = 0;
     for (lanes, threads) in [(1, 1), (3, 1), (3, 3)] {
         let setup = Setup {
             lanes,
@@ -208,33 +210,33 @@ fn a_few_bytes_do_not_wait_for_a_pause_in_a_bulk_transfer() {
                 }
             }
         });
-        while arrived.load(Ordering::SeqCst) < limit {
-            thread::sleep(Duration::from_millis(1));
-        }
-        let mut longest = 0;
-        while arrived.load(Ordering::SeqCst) < 16 * limit {
+        while arrived.load(Ordering::SeqCst) < total {
             let before = arrived.load(Ordering::SeqCst);
             near.write_all(b"?").unwrap();
             far.read_exact(&mut [0]).unwrap();
-            longest = longest.max(arrived.load(Ordering::SeqCst) - before);
+            let passed = arrived.load(Ordering::SeqCst) - before;
+            beside_long += if passed > long { passed } else { 0 };
+            assert!(!takes.is_finished(), "the bulk channel has ended");
         }
         drop(arrived);
         join(vec![sends, takes]);
-        println!(
-            "{lanes} lanes, {threads} threads: at most {} KiB passed",
-            longest >> 10
-        );
-        assert!(
-            longest < limit,
-            "{lanes} lanes, {threads} threads: {longest}"
-        );
+        println!("{lanes} lanes, {threads} threads: {beside_long} bulk bytes beside long trips");
     }
+    // A host that takes a processor away for a while can cause a few long trips.
+    assert!(beside_long < 4 * long, "{beside_long}");
 }
 
 /// The thread of a full lane waits, and another one does its work, even if only one thread may send
 /// at a time.
 #[test]
 fn a_full_lane_does_not_delay_other_channels() {
+    // If the peer acknowledges nothing on a lane for 5 s, the lane is lost and others carry its
+    // bytes. On a slow host this may happen first.
+    assert!((0..3).any(|_| others_flow_beside_a_full_lane()));
+}
+
+/// Whether bytes of other channels arrived before the full lane was lost.
+fn others_flow_beside_a_full_lane() -> bool {
     let setup = Setup {
         relayed: true,
         ..Setup::default()
@@ -257,16 +259,16 @@ fn a_full_lane_does_not_delay_other_channels() {
         }
     }
     // As long as the lane is not full, it may get the bytes of any channel.
-    relay.wait_busy(4 << 20, stalled);
+    relay.wait_busy(32 << 20, stalled);
     for _ in 0..100 {
         near.write_all(b"?").unwrap();
         far.read_exact(&mut [0]).unwrap();
     }
-    // This happened before the lane counted as lost, after which others would carry its bytes.
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
-    assert_eq!(pair.near_events.count(lost), 0);
+    let in_time = pair.near_events.count(lost) == 0;
     relay.stall(stalled.unwrap(), false);
     join(threads);
+    in_time
 }
 
 /// Two tunnels that are connected through the test's own TCP relay. They detect within 2 s that

@@ -175,7 +175,7 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
     let harm = thread::spawn(move || {
         let cut = relay.wait_busy(8 << 20, None);
         relay.cut(cut);
-        relay.swallow(relay.wait_busy(8 << 20, Some(cut)));
+        relay.swallow(relay.wait_carrying(4 << 20, cut));
     });
     let mut migration = through(&pair);
     migration.multifd = Some(4);

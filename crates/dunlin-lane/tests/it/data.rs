@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -395,6 +396,34 @@ fn a_source_gets_the_alert_when_its_certificate_is_refused() {
         matches!(error, SendError::PeerAlert(Alert(42 | 46 | 49))),
         "{error}"
     );
+}
+
+#[test]
+fn a_send_gives_notice_once_and_only_if_it_has_to_wait() {
+    for (mut sender, mut receiver) in every_security() {
+        let (full, waits) = channel();
+        let drain = thread::spawn(move || {
+            waits.recv().unwrap();
+            let frames = std::iter::repeat_with(|| receiver.payload(BATCH_BYTES as u64, |_| ()));
+            frames.take_while(Result::is_ok).count()
+        });
+        let mut payload = vec![7; BATCH_BYTES];
+        let (mut sent, mut notices) = (0, 0);
+        while notices == 0 {
+            let mut would_block = || {
+                notices += 1;
+                full.send(()).unwrap();
+            };
+            sender
+                .send_with_notice(b"", &mut payload, &mut would_block)
+                .unwrap();
+            sent += 1;
+        }
+        assert_eq!(notices, 1);
+        assert!(sent > 1, "the first frame had to wait");
+        sender.finish().unwrap();
+        assert_eq!(drain.join().unwrap(), sent);
+    }
 }
 
 #[test]

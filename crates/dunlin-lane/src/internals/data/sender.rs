@@ -2,13 +2,13 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
-use dunlin_linux::socket::{send_now, send_space, set_pacing_rate};
+use dunlin_linux::socket::{send_now, send_space, set_pacing_rate, wait_writable};
 use dunlin_proto::lanes::KeyUsage;
 use dunlin_proto::negotiate::{LaneOpen, SessionSecret};
 use thiserror::Error;
@@ -380,8 +380,10 @@ impl DataSender {
         if let Security::Kernel(_) = &self.security {
             // The records and the kernel's buffers take more memory than the payload.
             let enough = 2 * (bytes + filled);
+            let socket = &*self.link.stream;
             if let Some(would_block) = would_block
-                && send_space(&*self.link.stream).is_ok_and(|space| space < enough)
+                && !(send_space(socket).is_ok_and(|space| space >= enough)
+                    && wait_writable(socket, Instant::now()).unwrap_or(false))
             {
                 would_block();
             }
