@@ -51,9 +51,10 @@ audit:
 # for timelines of several VMs, 90 for threads of trunks that wake less often, and 230 for records that are sealed
 # and opened in separate memory, for aligned buffers, and for guests of the benchmark that are partly filled, and
 # 250 for a relay's TLS 1.3 records, which are sealed and opened without copies, and 60 for longer texts of
-# errors, and 140 for a limit on the lanes' threads of a tunnel that send at once.
+# errors, and 140 for a limit on the lanes' threads of a tunnel that send at once, and 5 for files that several
+# processes replace at the same time.
 # A change that raises the limit states its reason here.
-LINES_LIMIT = 71260
+LINES_LIMIT = 71265
 
 # Runs the checks that CI runs before the tests.
 check:
