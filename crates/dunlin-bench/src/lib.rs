@@ -16,5 +16,5 @@ mod touch;
 
 pub use output::Output;
 pub use progress::Progress;
-pub use results::{Line, Results, Spread};
+pub use results::{Comparison, Line, Results, Spread};
 pub use touch::touch_physical_memory;

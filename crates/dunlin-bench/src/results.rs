@@ -4,14 +4,42 @@ use serde_json::{Map, Value, json};
 
 /// All measurements of a benchmark, in the order in which their conditions first occurred.
 #[derive(Debug, Default)]
-pub struct Results(pub(crate) Vec<Row>);
+pub struct Results {
+    pub(crate) rows: Vec<Row>,
+    round: usize,
+}
 
 /// The measurements under the same conditions.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) conditions: Map<String, Value>,
-    pub(crate) figures: Vec<(&'static str, Vec<f64>)>,
+    pub(crate) figures: Vec<Figure>,
     pub(crate) details: Map<String, Value>,
+}
+
+/// The values of a figure, each with the round in which it was measured.
+#[derive(Debug)]
+pub(crate) struct Figure {
+    pub(crate) name: &'static str,
+    values: Vec<(usize, f64)>,
+}
+
+/// A comparison of variants with a peer. The peer can have several lines, such as one for each
+/// number of connections; the best of them is compared.
+#[derive(Clone, Copy, Debug)]
+pub struct Comparison<'a> {
+    /// The scenario whose lines are compared.
+    pub scenario: &'a str,
+    /// The variant to compare with.
+    pub peer: &'a str,
+    /// The conditions that a line has in common with the peer's line.
+    pub same: &'a [&'a str],
+    /// The figure that is divided by the peer's.
+    pub figure: &'a str,
+    /// Whether a larger value of the figure is better.
+    pub is_rate: bool,
+    /// The name of the ratio.
+    pub ratio: &'static str,
 }
 
 /// The measurements of one run of a variant, to be added to the results.
@@ -47,11 +75,51 @@ impl Results {
         line.with("scenario", scenario).with("variant", variant)
     }
 
+    /// Starts a round. The values that are added afterwards belong to it.
+    pub fn begin_round(&mut self) {
+        self.round += 1;
+    }
+
+    /// Adds a ratio to the lines of the variants for which `is_compared` is true. It has a value for
+    /// each round in which both the line and the peer's best line have one. The best line is the one
+    /// with the best median.
+    pub fn compare(&mut self, comparison: &Comparison<'_>, is_compared: impl Fn(&str) -> bool) {
+        let of_scenario = |row: &Row| row.condition("scenario") == comparison.scenario;
+        let mut ratios = Vec::new();
+        for (at, row) in self.rows.iter().enumerate() {
+            if !of_scenario(row) || !is_compared(&row.condition("variant")) {
+                continue;
+            }
+            let is_peer = |other: &&Row| {
+                let same = |name: &&str| other.condition(name) == row.condition(name);
+                of_scenario(other)
+                    && other.condition("variant") == comparison.peer
+                    && comparison.same.iter().all(same)
+            };
+            let median = |figure: &Figure| {
+                let Spread { median, .. } = figure.spread();
+                if comparison.is_rate { -median } else { median }
+            };
+            let peers = self.rows.iter().filter(is_peer);
+            let best = peers
+                .filter_map(|peer| peer.values(comparison.figure))
+                .min_by(|a, b| median(a).total_cmp(&median(b)));
+            if let (Some(own), Some(best)) = (row.values(comparison.figure), best) {
+                ratios.push((at, own.divided_by(best, comparison.ratio)));
+            }
+        }
+        for (at, ratio) in ratios {
+            if !ratio.values.is_empty() {
+                self.rows[at].figures.push(ratio);
+            }
+        }
+    }
+
     /// Returns one object for each set of conditions. It contains the conditions, each figure as
     /// `NAME`, `NAME_min` and `NAME_max`, the number of rounds, and the details of the last run.
     #[must_use]
     pub fn json(&self) -> Vec<Value> {
-        self.0.iter().map(Row::json).collect()
+        self.rows.iter().map(Row::json).collect()
     }
 }
 
@@ -64,7 +132,8 @@ impl Line<'_> {
 
     /// Adds a measured figure.
     pub fn figure(mut self, name: &'static str, value: f64) -> Self {
-        self.row.figures.push((name, vec![value]));
+        let values = vec![(self.results.round, value)];
+        self.row.figures.push(Figure { name, values });
         self
     }
 
@@ -79,14 +148,15 @@ impl Line<'_> {
     pub fn add(self) {
         let Self { results, row } = self;
         let same = |known: &&mut Row| known.conditions == row.conditions;
-        let Some(known) = results.0.iter_mut().find(same) else {
-            return results.0.push(row);
+        let Some(known) = results.rows.iter_mut().find(same) else {
+            return results.rows.push(row);
         };
         known.details = row.details;
-        for (name, values) in row.figures {
-            match known.figures.iter_mut().find(|(other, _)| *other == name) {
-                Some((_, all)) => all.extend(values),
-                None => known.figures.push((name, values)),
+        for figure in row.figures {
+            let same = |other: &&mut Figure| other.name == figure.name;
+            match known.figures.iter_mut().find(same) {
+                Some(all) => all.values.extend(figure.values),
+                None => known.figures.push(figure),
             }
         }
     }
@@ -103,19 +173,22 @@ impl Row {
     }
 
     pub(crate) fn figure(&self, name: &str) -> Option<Spread> {
-        let (_, values) = self.figures.iter().find(|(known, _)| *known == name)?;
-        Some(Spread::of(values))
+        self.values(name).map(Figure::spread)
+    }
+
+    fn values(&self, name: &str) -> Option<&Figure> {
+        self.figures.iter().find(|figure| figure.name == name)
     }
 
     pub(crate) fn rounds(&self) -> usize {
-        let counts = self.figures.iter().map(|(_, values)| values.len());
+        let counts = self.figures.iter().map(|figure| figure.values.len());
         counts.max().unwrap_or(0)
     }
 
     fn json(&self) -> Value {
         let mut line = self.conditions.clone();
-        for (name, values) in &self.figures {
-            let Spread { median, min, max } = Spread::of(values);
+        for figure in &self.figures {
+            let (name, Spread { median, min, max }) = (figure.name, figure.spread());
             for (suffix, value) in [("", median), ("_min", min), ("_max", max)] {
                 line.insert(format!("{name}{suffix}"), rounded(value));
             }
@@ -123,6 +196,24 @@ impl Row {
         line.insert("rounds".to_owned(), self.rounds().into());
         line.extend(self.details.clone());
         Value::Object(line)
+    }
+}
+
+impl Figure {
+    fn spread(&self) -> Spread {
+        let values: Vec<f64> = self.values.iter().map(|(_, value)| *value).collect();
+        Spread::of(&values)
+    }
+
+    /// The ratios to `other` in the rounds that both have.
+    fn divided_by(&self, other: &Self, name: &'static str) -> Self {
+        let ratio = |&(round, value): &(usize, f64)| {
+            let same = |(other, _): &&(usize, f64)| *other == round;
+            let &(_, other) = other.values.iter().find(same)?;
+            (other > 0.0).then_some((round, value / other))
+        };
+        let values = self.values.iter().filter_map(ratio).collect();
+        Self { name, values }
     }
 }
 
@@ -147,6 +238,7 @@ fn rounded(value: f64) -> Value {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
 
@@ -169,6 +261,56 @@ pub(crate) mod tests {
             "gib_per_s": 2.5, "gib_per_s_min": 1.0, "gib_per_s_max": 3.0, "rounds": 3, "last": 2.5,
         });
         assert_eq!(lines[0], unix);
+    }
+
+    #[test]
+    fn lines_are_compared_with_the_best_line_of_a_peer_round_by_round() {
+        let mut results = Results::default();
+        let turns = [
+            [("ours", 1, 4.0), ("peer", 1, 1.0), ("peer", 2, 2.0)],
+            // The peer's best line failed in this round.
+            [("ours", 1, 5.0), ("peer", 1, 1.0), ("idle", 2, 2.0)],
+            [("ours", 1, 3.0), ("peer", 1, 1.5), ("peer", 2, 3.0)],
+        ];
+        for round in turns {
+            results.begin_round();
+            for (variant, lanes, value) in round {
+                let line = results.line("whole", variant).with("guest", "idle");
+                line.with("lanes", lanes).figure("rate", value).add();
+            }
+        }
+        let comparison = Comparison {
+            scenario: "whole",
+            peer: "peer",
+            same: &["guest"],
+            figure: "rate",
+            is_rate: true,
+            ratio: "against_peer",
+        };
+        results.compare(&comparison, |variant| variant == "ours");
+        let Spread { median, min, max } = results.rows[0].figure("against_peer").unwrap();
+        assert_eq!((median, min, max), (1.5, 1.0, 2.0));
+        let ratios = results
+            .rows
+            .iter()
+            .filter_map(|row| row.figure("against_peer"));
+        assert_eq!(ratios.count(), 1);
+
+        let least = Comparison {
+            is_rate: false,
+            ratio: "against_least",
+            ..comparison
+        };
+        results.compare(&least, |variant| variant == "ours");
+        let Spread { median, min, max } = results.rows[0].figure("against_least").unwrap();
+        assert_eq!((median, min, max), (4.0, 2.0, 5.0));
+        let elsewhere = Comparison {
+            scenario: "tunnel",
+            ratio: "elsewhere",
+            ..comparison
+        };
+        results.compare(&elsewhere, |_| true);
+        assert!(results.rows[0].figure("elsewhere").is_none());
     }
 
     #[test]

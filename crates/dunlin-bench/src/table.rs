@@ -34,7 +34,7 @@ pub(crate) fn tables(results: &Results) -> String {
 /// Groups the rows by scenario. Scenarios and rows keep their order.
 pub(crate) fn scenarios(results: &Results) -> Vec<(String, Vec<&Row>)> {
     let mut all: Vec<(String, Vec<&Row>)> = Vec::new();
-    for row in &results.0 {
+    for row in &results.rows {
         let scenario = row.condition("scenario");
         match all.iter_mut().find(|(known, _)| *known == scenario) {
             Some((_, rows)) => rows.push(row),
@@ -85,9 +85,9 @@ pub(crate) fn cells(rows: &[&Row]) -> Vec<Vec<String>> {
 /// Names of the figures, in the order of their first occurrence.
 pub(crate) fn figures(rows: &[&Row]) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
-    for (name, _) in rows.iter().flat_map(|row| &row.figures) {
-        if !names.iter().any(|known| known == name) {
-            names.push((*name).to_owned());
+    for figure in rows.iter().flat_map(|row| &row.figures) {
+        if !names.iter().any(|known| known == figure.name) {
+            names.push(figure.name.to_owned());
         }
     }
     names

@@ -150,10 +150,10 @@ pub(super) fn run(options: &EvacuateOptions) -> Result<()> {
     let mut results = Results::default();
     let steps = options.rounds * kinds.len() * options.variants.len();
     let mut progress = options.output.progress(steps);
-    let measured = turns::rounds(options.rounds, &turns, |turn| {
+    let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         let kind = kinds.iter().find(|(_, name)| name == *turn);
         let (kind, _) = kind.context("a turn of the benchmark names no known kind of guest")?;
-        bench.compare(*kind, &mut results, &mut progress)
+        bench.compare(*kind, results, &mut progress)
     });
     drop(progress);
     options.output.print(&results)?;

@@ -110,7 +110,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
     }
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len());
-    let measured = turns::rounds(options.rounds, &turns, |turn| {
+    let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         let measured = bench.migrate(*turn)?;
         results

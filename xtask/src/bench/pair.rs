@@ -27,6 +27,8 @@ const SSH_CIPHER: &str = "aes256-gcm@openssh.com";
 /// The processes of a variant, and the addresses to which the near hypervisor connects.
 pub(super) struct Pair {
     pub(super) variant: Variant,
+    /// The versions of the programs, for those that are not Dunlin's and change the result.
+    pub(super) version: Option<String>,
     processes: Vec<Process>,
     unix: PathBuf,
     tcp: SocketAddr,
@@ -126,6 +128,7 @@ impl Pair {
     pub(super) fn start(site: &Site, variant: Variant) -> Result<Self> {
         let mut pair = Self {
             variant,
+            version: None,
             processes: Vec::new(),
             unix: site.path(&format!("in-{variant}")),
             tcp: free_port()?,
@@ -331,6 +334,7 @@ impl Pair {
     }
 
     fn stunnels(&mut self, site: &Site) -> Result<()> {
+        self.version = Some(program::stunnel_version()?);
         let (mut far, mut near) = (String::new(), "client = yes\n".to_owned());
         let mut ports = Vec::new();
         for (name, listen, target) in self.routes(site)? {

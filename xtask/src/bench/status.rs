@@ -74,10 +74,15 @@ pub(super) fn run(options: &StatusOptions) -> Result<()> {
     progress.step("warm-up");
     observed.lanes()?;
     let mut round = 0;
-    let measured = turns::rounds(options.rounds, &["all variants"], |_| {
-        round += 1;
-        compare(&observed, round, cpus, &mut results, &mut progress)
-    });
+    let measured = turns::rounds(
+        options.rounds,
+        &["all variants"],
+        &mut results,
+        |_, results| {
+            round += 1;
+            compare(&observed, round, cpus, results, &mut progress)
+        },
+    );
     drop(progress);
     options.output.print(&results)?;
     measured

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin_bench::{Output, Results};
+use dunlin_bench::{Comparison, Output, Results};
 use dunlin_rig::debian;
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
@@ -160,7 +160,8 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             pages: WORKLOAD.pages + (u64::from(more) << 8),
             ..WORKLOAD
         };
-        Some(Setup::new(&qemu, Guest::Bare, workload, accelerator))
+        let setup = Setup::new(&qemu, Guest::Bare, workload, accelerator);
+        Some((setup, qemu.version()?))
     };
     let mut turns = Vec::new();
     for ends in Ends::BOTH {
@@ -193,35 +194,64 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
     }
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len());
-    let measured = turns::rounds(options.rounds, &turns, |turn| {
+    let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         match (*turn, &qemu) {
             (Turn::Bulk { ends, streams }, _) => {
-                bulk(options, &site, &pairs, ends, streams, &mut results)
+                bulk(options, &site, &pairs, ends, streams, results)
             }
-            (Turn::PingPong { bytes }, _) => ping_pong(options, &site, &pairs, bytes, &mut results),
-            (Turn::Stalled(pair), _) => stalled(options, &site, pair, &mut results),
+            (Turn::PingPong { bytes }, _) => ping_pong(options, &site, &pairs, bytes, results),
+            (Turn::Stalled(pair), _) => stalled(options, &site, pair, results),
             (
                 Turn::Qemu {
                     pair,
                     channels,
                     downtime_limit,
                 },
-                Some(setup),
+                Some((setup, version)),
             ) => {
                 let limits = Limits {
                     downtime: Duration::from_millis(downtime_limit.into()),
                     migration: Duration::from_secs(options.migration_limit.into()),
                 };
-                migrate(&site, pair, setup, channels, limits, &mut results)
+                let moved = migration::migrate(&site, pair, setup, channels, limits)?;
+                add_migration(pair, version, channels, limits, moved, results);
+                Ok(())
             }
-            (Turn::CloudHypervisor(pair), _) => migrate_cloud_hypervisor(&site, pair, &mut results),
+            (Turn::CloudHypervisor(pair), _) => migrate_cloud_hypervisor(&site, pair, results),
             (Turn::Qemu { .. }, None) => unreachable!("QEMU has turns only if it is available"),
         }
     });
     drop(progress);
+    compare_migrations(&mut results);
     options.output.print(&results)?;
     measured
+}
+
+/// Compares QEMU's migrations through tunnels with those without: plain, and with QEMU's own TLS.
+fn compare_migrations(results: &mut Results) {
+    let comparison = |peer, figure, ratio| Comparison {
+        scenario: "tunnel-qemu",
+        peer,
+        same: &["streams", "downtime_limit_ms"],
+        figure,
+        is_rate: false,
+        ratio,
+    };
+    let is_tunnel = |name: &str| name.parse().is_ok_and(Variant::is_tunnel);
+    let without = |name: &str| is_tunnel(name) || name == Variant::Pipeline.to_string();
+    results.compare(
+        &comparison("bare", "total_s", "total_against_plain"),
+        without,
+    );
+    results.compare(
+        &comparison("qemu-tls", "total_s", "total_against_tls"),
+        is_tunnel,
+    );
+    results.compare(
+        &comparison("qemu-tls", "downtime_ms", "downtime_against_tls"),
+        is_tunnel,
+    );
 }
 
 /// Starts the ends of each variant. Leaves the Go proxy out if there is no Go compiler.
@@ -263,7 +293,7 @@ fn bulk(
             .with_context(|| format!("{}", pair.variant))?;
         measured.push((pair.variant, moved));
     }
-    for &(variant, moved) in &measured {
+    for (pair, &(variant, moved)) in streaming(pairs).zip(&measured) {
         let mut line = results
             .line("tunnel-bulk", &variant.to_string())
             .with("streams", streams)
@@ -272,6 +302,9 @@ fn bulk(
             .figure("cpu_s_per_gib", moved.cpu_s_per_gib);
         for (name, ratio) in ratios(variant, moved, &measured) {
             line = line.figure(name, ratio);
+        }
+        if let Some(version) = &pair.version {
+            line = line.detail("version", version.clone());
         }
         line.add();
     }
@@ -350,21 +383,22 @@ fn stalled(options: &TunnelOptions, site: &Site, pair: &Pair, results: &mut Resu
     Ok(())
 }
 
-fn migrate(
-    site: &Site,
+/// Adds the measurements of a migration by QEMU; `None` if the guest stayed at the source.
+fn add_migration(
     pair: &Pair,
-    setup: &Setup,
+    version: &str,
     channels: Option<u8>,
     limits: Limits,
+    moved: Option<migration::Moved>,
     results: &mut Results,
-) -> Result<()> {
-    let moved = migration::migrate(site, pair, setup, channels, limits)?;
+) {
     let limit_ms = u64::try_from(limits.downtime.as_millis()).unwrap_or(u64::MAX);
     let mut line = results
         .line("tunnel-qemu", &pair.variant.to_string())
         .with("streams", channels.unwrap_or(1))
         .with("ends", "unix")
         .with("downtime_limit_ms", limit_ms)
+        .detail("version", format!("QEMU {version}"))
         .figure("ended", f64::from(u8::from(moved.is_some())));
     if let Some(moved) = moved {
         line = line
@@ -373,7 +407,6 @@ fn migrate(
             .figure("guest_downtime_ms", moved.guest_downtime_ms);
     }
     line.add();
-    Ok(())
 }
 
 /// Migrates over a single stream between unix sockets, without Cloud Hypervisor's own TLS.

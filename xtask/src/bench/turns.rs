@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use anyhow::{Result, ensure};
+use dunlin_bench::Results;
 
 /// Runs every turn in each round. After a failure the other turns still run, so that the results of
 /// a long benchmark are not lost.
@@ -12,12 +13,14 @@ use anyhow::{Result, ensure};
 pub(super) fn rounds<T: Display>(
     count: usize,
     turns: &[T],
-    mut run: impl FnMut(&T) -> Result<()>,
+    results: &mut Results,
+    mut run: impl FnMut(&T, &mut Results) -> Result<()>,
 ) -> Result<()> {
     let mut failed = Vec::new();
     for round in 1..=count {
+        results.begin_round();
         for turn in turns {
-            if let Err(error) = run(turn) {
+            if let Err(error) = run(turn, results) {
                 let failure = format!("round {round}, {turn}: {error:#}");
                 eprintln!("failed: {failure}");
                 failed.push(failure);
@@ -39,20 +42,24 @@ pub(super) fn rounds<T: Display>(
 mod tests {
     use super::*;
     use anyhow::bail;
-    use dunlin_bench::Results;
 
     #[test]
     fn a_failed_turn_is_named_and_the_others_keep_their_results() {
         let mut results = Results::default();
         let mut turns = 0;
-        let done = rounds(2, &["first", "second"], |&variant| {
-            turns += 1;
-            if turns == 1 {
-                bail!("the cause");
-            }
-            results.line("whole", variant).figure("total_s", 1.0).add();
-            Ok(())
-        });
+        let done = rounds(
+            2,
+            &["first", "second"],
+            &mut results,
+            |&variant, results| {
+                turns += 1;
+                if turns == 1 {
+                    bail!("the cause");
+                }
+                results.line("whole", variant).figure("total_s", 1.0).add();
+                Ok(())
+            },
+        );
         let error = done.unwrap_err().to_string();
         assert_eq!(
             error,
@@ -72,7 +79,7 @@ mod tests {
     #[test]
     fn turns_without_a_failure_succeed() {
         let mut count = 0;
-        let done = rounds(3, &["one"], |_| {
+        let done = rounds(3, &["one"], &mut Results::default(), |_, _| {
             count += 1;
             Ok(())
         });

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Results, process, touch_physical_memory};
+use dunlin_bench::{Comparison, Output, Results, process, touch_physical_memory};
 use dunlin_rig::debian::{self, Qemu};
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Credentials, Machine, Migration, Setup, begin, finish};
@@ -184,21 +184,52 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     }
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len());
-    let measured = turns::rounds(options.rounds, &turns, |turn| {
+    let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         match (*turn, &rig) {
-            (Turn::Own { lanes }, _) => own(&dunlin, options, lanes, &mut results),
+            (Turn::Own { lanes }, _) => own(&dunlin, options, lanes, results),
             (Turn::Peer { activity, peer }, Some(rig)) => {
                 let moved = rig.migrate(activity, peer)?;
-                add(activity, peer, &moved, options.size, &mut results);
+                add(activity, peer, &moved, options.size, results);
                 Ok(())
             }
             (Turn::Peer { .. }, None) => unreachable!("without a rig there are no peers"),
         }
     });
     drop(progress);
+    compare(&mut results);
     options.output.print(&results)?;
     measured
+}
+
+/// Compares Dunlin with each hypervisor's best lines with TLS.
+fn compare(results: &mut Results) {
+    let of = |peer, figure, is_rate, ratio| Comparison {
+        scenario: "whole",
+        peer,
+        same: &["guest"],
+        figure,
+        is_rate,
+        ratio,
+    };
+    for comparison in [
+        of(
+            "cloud-hypervisor-tls",
+            "gib_per_s",
+            true,
+            "against_cloud_hypervisor",
+        ),
+        of(
+            "cloud-hypervisor-tls",
+            "cpu_s_per_gib",
+            false,
+            "cpu_against_cloud_hypervisor",
+        ),
+        of("qemu-tls", "gib_per_s", true, "against_qemu"),
+        of("qemu-tls", "cpu_s_per_gib", false, "cpu_against_qemu"),
+    ] {
+        results.compare(&comparison, |variant| variant == "dunlin");
+    }
 }
 
 /// Adds the measurements of a migration by another hypervisor.

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::kept::{Figure, Kept, Row};
 
 /// Variants of the benchmarks in the order of the tables, with their names in the pages.
-const VARIANTS: [(&str, &str); 22] = [
+const VARIANTS: [(&str, &str); 23] = [
     ("bare", "bare"),
     ("stunnel", "stunnel"),
     ("stunnel-in-turn", "stunnel, in turn"),
@@ -17,6 +17,7 @@ const VARIANTS: [(&str, &str); 22] = [
     ("stripe-1", "stripe-1"),
     ("stripe-2", "stripe-2"),
     ("stripe-4", "stripe-4"),
+    ("plain-floor", "plain floor"),
     ("floor", "floor"),
     ("cache-floor", "cache floor"),
     ("plain", "plain"),

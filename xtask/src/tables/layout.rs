@@ -32,7 +32,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 20] = [
+pub(super) const TABLES: [Table; 22] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -53,6 +53,13 @@ pub(super) const TABLES: [Table; 20] = [
         results: &["tunnel-qemu"],
         has_conditions: true,
         cells: tunnel::qemu,
+    },
+    Table {
+        name: "tunnel-qemu-ratios",
+        page: "docs/benchmarking/downtime.md",
+        results: &["tunnel-qemu"],
+        has_conditions: false,
+        cells: tunnel::qemu_ratios,
     },
     Table {
         name: "growth",
@@ -158,6 +165,13 @@ pub(super) const TABLES: [Table; 20] = [
         results: &["whole-second-host"],
         has_conditions: true,
         cells: whole,
+    },
+    Table {
+        name: "whole-ratios",
+        page: "docs/benchmarking/whole.md",
+        results: &["whole-second-host"],
+        has_conditions: false,
+        cells: whole_ratios,
     },
     Table {
         name: "huge-pages-epyc",
@@ -453,6 +467,30 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
             cell(row, "gib_per_s", Places(2))?,
             cell(row, "cpu_s_per_gib", Places(2))?,
             cell(row, "downtime_ms", Short)?,
+        ]);
+    }
+    Ok(table)
+}
+
+/// Dunlin against the floor and against the best line of each peer with TLS, in the same rounds.
+fn whole_ratios(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "guest, lanes",
+        "rate against Cloud Hypervisor",
+        "CPU time against Cloud Hypervisor",
+        "rate against QEMU",
+        "CPU time against QEMU",
+        "CPU time against the floor",
+    ])];
+    for row in kept[0].select(&[("variant", json!("dunlin"))]) {
+        let lanes = row.number("lanes")?;
+        table.push(vec![
+            format!("{}, {}", row.text("guest")?, counted(lanes, "lane")),
+            cell(row, "against_cloud_hypervisor", Places(2))?,
+            cell(row, "cpu_against_cloud_hypervisor", Places(2))?,
+            cell(row, "against_qemu", Places(1))?,
+            cell(row, "cpu_against_qemu", Places(2))?,
+            cell(row, "floor_ratio", Places(2))?,
         ]);
     }
     Ok(table)

@@ -112,6 +112,46 @@ pub(super) fn cloud_hypervisor(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
+/// The tunnels against QEMU without a tunnel, in the same rounds: one row for each tunnel, number of
+/// connections and limit on the downtime.
+pub(super) fn qemu_ratios(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "connections, limit",
+        "through",
+        "total against plain",
+        "total against TLS",
+        "downtime against TLS",
+    ])];
+    let mut rows = kept[0].select(&[("scenario", json!("tunnel-qemu"))]);
+    rows.sort_by_cached_key(|row| {
+        let number = |name| row.number(name).ok();
+        (number("streams"), number("downtime_limit_ms"))
+    });
+    let mut group = String::new();
+    for row in rows {
+        if row.figure("total_against_plain")?.is_none() {
+            continue;
+        }
+        let streams = match row.number("streams")? {
+            1 => "one stream".to_owned(),
+            channels => format!("multifd {channels}"),
+        };
+        let this = format!("{streams}, {} ms", row.number("downtime_limit_ms")?);
+        table.push(vec![
+            match this == group {
+                true => String::new(),
+                false => this.clone(),
+            },
+            title(row.text("variant")?).to_owned(),
+            cell(row, "total_against_plain", Places(2))?,
+            cell(row, "total_against_tls", Places(2))?,
+            cell(row, "downtime_against_tls", Places(2))?,
+        ]);
+        group = this;
+    }
+    Ok(table)
+}
+
 /// One row for each path and number of connections, with the total time and the downtime for each
 /// limit on the downtime.
 pub(super) fn qemu(kept: &[Kept]) -> Result<Cells> {

@@ -70,7 +70,12 @@ fn batches(range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, usize)> {
 }
 
 /// Copies memory over plain TCP, with one connection per lane.
-fn copy(source: &MappedMemory, target: &MappedMemory, bytes: u64, lanes: usize) -> Result<Spent> {
+pub(super) fn copy(
+    source: &MappedMemory,
+    target: &MappedMemory,
+    bytes: u64,
+    lanes: usize,
+) -> Result<Spent> {
     let mut work: Vec<Work> = Vec::new();
     for range in shares(bytes, lanes) {
         let (mut near, mut far) = connection()?;
@@ -92,7 +97,7 @@ fn copy(source: &MappedMemory, target: &MappedMemory, bytes: u64, lanes: usize) 
 }
 
 /// Seals source memory and opens it into destination memory, with two threads for each lane.
-fn seal_and_open(
+pub(super) fn seal_and_open(
     source: &MappedMemory,
     target: &MappedMemory,
     bytes: u64,

@@ -51,7 +51,10 @@ impl Lanes {
                 }
                 for &provider in &providers {
                     progress.step(&format!("{provider}, lanes: {lanes}"));
-                    let floor = floor::floor(&rig.source, &rig.target, rig.bytes, provider, lanes)?;
+                    let (source, target) = (&rig.source, &rig.target);
+                    let copied = floor::copy(source, target, rig.bytes, lanes)?;
+                    let sealed = floor::seal_and_open(source, target, rig.bytes, provider, lanes)?;
+                    let floor = copied + sealed;
                     let cached = floor::cached(rig.bytes, provider, lanes)?;
                     let tls = rig.transfer(Some(provider), lanes, rig.bytes, None)?;
                     if round == 0 {
@@ -70,8 +73,10 @@ impl Lanes {
                             .figure("cpu_s_per_gib", spent.cpu_s / rig.gibibytes())
                             .figure("floor_ratio", spent.cpu_s / floor.cpu_s)
                             .figure("cache_floor_ratio", spent.cpu_s / cached.cpu_s)
+                            .figure("plain_floor_ratio", spent.cpu_s / copied.cpu_s)
                             .add();
                     };
+                    add("plain-floor", copied);
                     add("floor", floor);
                     add("cache-floor", cached);
                     add("plain", plain);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Results};
+use dunlin_bench::{Output, Results, touch_physical_memory};
 use serde_json::{Value, json};
 
 use crate::line::{IterationLine, MovedLine};
@@ -105,6 +105,7 @@ impl Thrash {
         let sizes = ["--memory", &memory, "--dirty-rate", &rate];
         let mut pair = Pair::start(scratch, &[run, sizes].concat(), &[])?;
         std::thread::sleep(RUNS_FOR);
+        touch_physical_memory(2 * self.size)?;
         let flags = MigrateFlags {
             lanes: lanes.into(),
             lane_rate: Some(self.lane_rate),
