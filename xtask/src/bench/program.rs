@@ -57,8 +57,7 @@ pub(super) fn stunnel_version() -> Result<String> {
     version(&mut stunnel()?, &["stunnel", "OpenSSL"])
 }
 
-/// Runs `-version`, and returns each name with the word that follows its last occurrence in the
-/// output.
+/// Runs `-version`, and returns each name with the last version that follows it in the output.
 fn version(command: &mut Command, names: &[&str]) -> Result<String> {
     let done = command.arg("-version").stdin(Stdio::null()).output();
     let done = done.with_context(|| format!("cannot start {command:?}"))?;
@@ -66,7 +65,9 @@ fn version(command: &mut Command, names: &[&str]) -> Result<String> {
     let said = String::from_utf8_lossy(&said);
     let words: Vec<&str> = said.split_whitespace().collect();
     let found = names.iter().map(|name| {
-        let pair = words.windows(2).rev().find(|pair| pair[0] == *name);
+        let is_version = |word: &str| word.starts_with(|first: char| first.is_ascii_digit());
+        let mut pairs = words.windows(2).rev();
+        let pair = pairs.find(|pair| pair[0] == *name && is_version(pair[1]));
         let pair = pair.with_context(|| format!("{command:?} does not state its version"))?;
         Ok(pair.join(" "))
     });
@@ -211,7 +212,7 @@ mod tests {
         let scratch = Scratch::new();
         let path = scratch.join("program");
         let text = "#!/bin/sh\necho stunnel 5.75 on x86 >&2\necho Compiled with OpenSSL 3.0\n\
-                    echo 'Running  with OpenSSL 3.5.4 (2025)'\n";
+                    echo 'Running  with OpenSSL 3.5.4 (2025)'\necho Update OpenSSL or stunnel\n";
         fs::write(&path, text).unwrap();
         let run = || {
             let mut command = Command::new("sh");

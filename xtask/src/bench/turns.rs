@@ -5,8 +5,9 @@ use std::fmt::Display;
 use anyhow::{Result, ensure};
 use dunlin_bench::Results;
 
-/// Runs every turn in each round. After a failure the other turns still run, so that the results of
-/// a long benchmark are not lost.
+/// Runs every turn in each round. Each round begins with another turn, so that none of them is always
+/// the first or always follows the one that frees the most memory. After a failure the other turns
+/// still run, so that the results of a long benchmark are not lost.
 ///
 /// # Errors
 /// Turns failed. The error names each with its round and its cause.
@@ -19,7 +20,8 @@ pub(super) fn rounds<T: Display>(
     let mut failed = Vec::new();
     for round in 1..=count {
         results.begin_round();
-        for turn in turns {
+        let (before, from) = turns.split_at((round - 1) % turns.len().max(1));
+        for turn in from.iter().chain(before) {
             if let Err(error) = run(turn, results) {
                 let failure = format!("round {round}, {turn}: {error:#}");
                 eprintln!("failed: {failure}");
@@ -77,12 +79,13 @@ mod tests {
     }
 
     #[test]
-    fn turns_without_a_failure_succeed() {
-        let mut count = 0;
-        let done = rounds(3, &["one"], &mut Results::default(), |_, _| {
-            count += 1;
+    fn each_round_begins_with_another_turn() {
+        let mut order = String::new();
+        let done = rounds(4, &["a", "b", "c"], &mut Results::default(), |turn, _| {
+            order += turn;
             Ok(())
         });
-        assert!(done.is_ok() && count == 3);
+        assert!(done.is_ok());
+        assert_eq!(order, "abcbcacababc");
     }
 }
