@@ -28,7 +28,7 @@ pub(crate) struct Figure {
 /// number of connections; the best of them is compared.
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison<'a> {
-    /// The scenario whose lines are compared.
+    /// The scenario of the lines that are compared.
     pub scenario: &'a str,
     /// The variant to compare with.
     pub peer: &'a str,

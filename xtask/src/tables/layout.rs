@@ -36,7 +36,7 @@ pub(super) const TABLES: [Table; 22] = [
     Table {
         name: "measured",
         page: "README.md",
-        results: &["lanes-after", "whole", "tunnel", "thrash"],
+        results: &["lanes-after", "whole", "tunnel", "tunnel-qemu", "thrash"],
         has_conditions: false,
         cells: measured,
     },
@@ -191,8 +191,8 @@ pub(super) const TABLES: [Table; 22] = [
 
 /// The table of README.
 fn measured(kept: &[Kept]) -> Result<Cells> {
-    let [lanes, whole, tunnel, thrash] = kept else {
-        unreachable!("the table has four files");
+    let [lanes, whole, tunnel, qemu, thrash] = kept else {
+        unreachable!("the table has five files");
     };
     let lane = |variant: &str| -> Result<String> {
         let row = lanes.row(&[("variant", json!(variant)), ("lanes", json!(2))])?;
@@ -233,6 +233,16 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             ("streams", json!(1)),
         ])?;
         Ok(Places(2).write(median(row, "gib_per_s")?))
+    };
+    let migrated = |variant: &str| -> Result<String> {
+        let row = qemu.row(&[
+            ("scenario", json!("tunnel-qemu")),
+            ("variant", json!(variant)),
+            ("streams", json!(1)),
+            ("downtime_limit_ms", json!(50)),
+        ])?;
+        let total = Places(1).write(median(row, "total_s")?);
+        Ok(format!("{total} s, {:.0} ms", median(row, "downtime_ms")?))
     };
     let writing = |lanes: u64| -> Result<String> {
         let row = thrash.row(&[
@@ -276,6 +286,15 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             "tunnel, two lanes, TCP sockets",
             format!("{} GiB/s", through("stripe-2", "tcp")?),
             format!("a pair of stunnels: {} GiB/s", through("stunnel", "tcp")?),
+        ),
+        row(
+            "QEMU's guest of 2 GiB that writes, limit of 50 ms, through the tunnel with two lanes: total, downtime",
+            migrated("stripe-2")?,
+            format!(
+                "QEMU, one stream: TLS {}; plain {}",
+                migrated("qemu-tls")?,
+                migrated("bare")?
+            ),
         ),
         row(
             "guest that writes 350 MiB/s, lanes limited to 300 MiB/s, total time",
