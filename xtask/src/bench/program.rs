@@ -48,7 +48,7 @@ pub(super) fn stunnel() -> Result<Command> {
     if version(&mut own, &["stunnel"]).is_err() {
         return Err(error.into());
     }
-    eprintln!("the installed stunnel is measured, perhaps with an older OpenSSL: {error}");
+    eprintln!("Debian's stunnel cannot be fetched, so the installed one is measured: {error}");
     Ok(Command::new("stunnel4"))
 }
 

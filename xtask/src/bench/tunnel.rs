@@ -239,10 +239,10 @@ fn compare_migrations(results: &mut Results) {
         ratio,
     };
     let is_tunnel = |name: &str| name.parse().is_ok_and(Variant::is_tunnel);
-    let without = |name: &str| is_tunnel(name) || name == Variant::Pipeline.to_string();
+    let is_compared = |name: &str| is_tunnel(name) || name == Variant::Pipeline.to_string();
     results.compare(
         &comparison("bare", "total_s", "total_against_plain"),
-        without,
+        is_compared,
     );
     results.compare(
         &comparison("qemu-tls", "total_s", "total_against_tls"),

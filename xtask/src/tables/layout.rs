@@ -288,10 +288,10 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             format!("a pair of stunnels: {} GiB/s", through("stunnel", "tcp")?),
         ),
         row(
-            "QEMU's guest of 2 GiB that writes, limit of 50 ms, through the tunnel with two lanes: total, downtime",
-            migrated("stripe-2")?,
+            "QEMU guest of 2 GiB that writes, downtime limit of 50 ms: total, downtime",
+            format!("through a tunnel with two lanes: {}", migrated("stripe-2")?),
             format!(
-                "QEMU, one stream: TLS {}; plain {}",
+                "no tunnel, one stream: QEMU's TLS {}; plain {}",
                 migrated("qemu-tls")?,
                 migrated("bare")?
             ),
