@@ -7,8 +7,9 @@ mod support;
 mod tunnel;
 
 use std::fs::{self, Metadata};
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
@@ -269,6 +270,16 @@ fn a_confined_tunnel_replaces_dead_sockets_beneath_its_control_directory() {
     ask(&format!("open ram --listen {address}"));
 }
 
+/// Returns the ends of a channel that carries bytes. After it has connected, the far tunnel checks
+/// once more that its target was not replaced, so a target may be replaced only after this.
+fn connected(entrance: &Path, target: &UnixListener) -> (UnixStream, UnixStream) {
+    let mut near = connect(entrance.to_owned());
+    let mut far = accepted(target);
+    near.write_all(b"a").unwrap();
+    far.read_exact(&mut [0]).unwrap();
+    (near, far)
+}
+
 /// Two VMs share the path of a target: the hypervisor that waits for the second one replaces the
 /// socket of the first one.
 #[test]
@@ -276,8 +287,7 @@ fn i3_a_channel_never_reaches_the_hypervisor_that_replaced_the_one_of_open_chann
     let scene = Scene::new("");
     let at = |name: &str| scene.hosts.scratch.join(name);
     let web = listen(at("out"));
-    let first = connect(at("in"));
-    let first = (first, accepted(&web));
+    let first = connected(&at("in"), &web);
     // Another connection of the same migration.
     let second = connect(at("in"));
     exchange(second, accepted(&web));
@@ -328,8 +338,7 @@ fn i3_a_relay_does_not_reach_a_hypervisor_that_replaced_another_one_either() {
         "a",
         &format!("listen = \"unix:{entrance}\"\nto = {to:?}\npeers = [\"b.test\"]\n"),
     );
-    let first = connect(at("in"));
-    let first = (first, accepted(&web));
+    let first = connected(&at("in"), &web);
     fs::remove_file(at("out")).unwrap();
     let db = listen(at("out"));
     let _late = connect(at("in"));

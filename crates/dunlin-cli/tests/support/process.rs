@@ -44,6 +44,14 @@ impl Log {
         }
     }
 
+    /// Prints the lines that no `wait_for` has read. Never panics, so that a `drop` can call it
+    /// after a failed assertion.
+    pub fn print(&self, name: &str) {
+        while let Ok(line) = self.0.recv_timeout(Duration::from_secs(1)) {
+            println!("{name}: {line}");
+        }
+    }
+
     /// Returns the lines that no `wait_for` has read. Waits until the process has closed its
     /// outputs.
     pub fn rest(&self) -> Vec<String> {

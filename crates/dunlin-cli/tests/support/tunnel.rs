@@ -71,6 +71,9 @@ impl Drop for Tunnel {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if thread::panicking() {
+            self.log.print(&self.config.display().to_string());
+        }
     }
 }
 
