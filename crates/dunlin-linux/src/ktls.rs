@@ -9,18 +9,15 @@
 use std::fmt;
 use std::io;
 use std::mem::offset_of;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 
 use vm_memory::VolatileSlice;
 use zeroize::Zeroizing;
 
-use crate::option;
+use crate::{option, vectored};
 
 /// The content type `application_data` (RFC 8446, section 5.1).
 const APPLICATION_DATA: u8 = 23;
-/// The maximum number of pieces of memory that one call uses. A frame of a lane has at most 65: its
-/// header and 64 pages.
-const PIECES_LIMIT: usize = 128;
 /// The error of a read when a record fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
 /// The errors of a read: `EINVAL` if the bytes are not a TLS record, `EMSGSIZE` if a record is too
@@ -251,30 +248,13 @@ pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
 /// # Errors
 /// Same as [`receive`].
 pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result<Received> {
-    let mut pieces = [EMPTY; PIECES_LIMIT];
-    let count = fill(&mut pieces, into);
     let mut control = Control::new();
-    let mut message = message(&mut pieces[..count], Some(&mut control));
-    // SAFETY: `message` names `count` pieces and a control buffer with its actual length. Each
-    // piece is mapped and writable while its `VolatileSlice` in `into` lives, which includes the
-    // call. The kernel writes to nothing else. The guest may write to its memory during the call;
-    // no Rust reference to that memory exists.
-    let status = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, 0) };
-    let bytes = usize::try_from(status).map_err(|_| io::Error::last_os_error())?;
-    let content_type = control.content_type(message.msg_controllen);
+    let (bytes, written) = vectored::receive_with(socket, into, &mut control.0)?;
+    let content_type = control.content_type(written);
     Ok(Received {
         bytes,
         control: content_type.filter(|&content_type| content_type != APPLICATION_DATA),
     })
-}
-
-/// Sends several pieces of memory, at most the first 128, as application data. Returns the number
-/// of bytes that the kernel accepted; the last of these bytes ends a record.
-///
-/// # Errors
-/// An error from sendmsg(2).
-pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<usize> {
-    send(socket, from, None)
 }
 
 /// Sends one record that is not application data: an alert or a handshake message.
@@ -284,63 +264,11 @@ pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<us
 pub fn send_record(socket: impl AsFd, content_type: u8, content: &[u8]) -> io::Result<()> {
     let mut content = content.to_vec();
     let piece = VolatileSlice::from(&mut content[..]);
-    let sent = send(socket, &[piece], Some(&mut Control::of(content_type)))?;
+    let sent = vectored::send_with(socket, &[piece], &mut Control::of(content_type).0)?;
     match sent == piece.len() {
         true => Ok(()),
         false => Err(io::ErrorKind::WriteZero.into()),
     }
-}
-
-fn send(
-    socket: impl AsFd,
-    from: &[VolatileSlice<'_>],
-    control: Option<&mut Control>,
-) -> io::Result<usize> {
-    let mut pieces = [EMPTY; PIECES_LIMIT];
-    let count = fill(&mut pieces, from);
-    let message = message(&mut pieces[..count], control);
-    // SAFETY: `message` names `count` pieces and, if there is one, the control buffer with its
-    // actual length. Each piece is mapped and readable while its `VolatileSlice` in `from` lives,
-    // which includes the call. The call only reads them. If the guest changes the pieces during the
-    // call, the record is still valid: the kernel reads each byte once and seals what it read.
-    let status = unsafe {
-        libc::sendmsg(
-            socket.as_fd().as_raw_fd(),
-            &raw const message,
-            libc::MSG_NOSIGNAL,
-        )
-    };
-    usize::try_from(status).map_err(|_| io::Error::last_os_error())
-}
-
-const EMPTY: libc::iovec = libc::iovec {
-    iov_base: std::ptr::null_mut(),
-    iov_len: 0,
-};
-
-fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) -> usize {
-    for (piece, slice) in pieces.iter_mut().zip(slices) {
-        let guard = slice.ptr_guard_mut();
-        *piece = libc::iovec {
-            // On Linux the guard from `vm-memory` does nothing, so the address stays valid after
-            // the guard is dropped.
-            iov_base: guard.as_ptr().cast(),
-            iov_len: slice.len(),
-        };
-    }
-    slices.len().min(PIECES_LIMIT)
-}
-
-fn message(pieces: &mut [libc::iovec], control: Option<&mut Control>) -> libc::msghdr {
-    // SAFETY: `msghdr` consists of integers and pointers, all of which may be zero.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = pieces.as_mut_ptr();
-    message.msg_iovlen = pieces.len() as _;
-    if let Some(Control(room)) = control {
-        message.msg_control = room.as_mut_ptr().cast();
-        message.msg_controllen = room.len() as _;
-    }
-    message
 }
 
 /// A buffer for one control message with one byte of data, in the layout of cmsg(3).
@@ -474,7 +402,7 @@ mod tests {
         // Whether or not the kernel supports TLS, a socket without a key behaves as before.
         let _ = attach(&near);
         let (far, _) = listener.accept().unwrap();
-        let sent = send_from(&near, &[VolatileSlice::from(&mut b"abc".to_owned()[..])]);
+        let sent = vectored::send(&near, &[VolatileSlice::from(&mut b"abc".to_owned()[..])]);
         assert_eq!(sent.unwrap(), 3);
         let mut bytes = [0; 8];
         let received = receive(&far, &mut bytes).unwrap();

@@ -33,3 +33,4 @@ pub mod stdio;
 pub mod tcp;
 pub mod udp_encap;
 pub mod uffd;
+pub mod vectored;

@@ -9,6 +9,7 @@ use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
 use dunlin_linux::socket::{send_now, send_space, set_pacing_rate, wait_writable};
+use dunlin_linux::vectored;
 use dunlin_proto::lanes::KeyUsage;
 use dunlin_proto::negotiate::{LaneOpen, SessionSecret};
 use thiserror::Error;
@@ -474,7 +475,7 @@ impl DataSender {
         while !rest.is_empty() {
             let taken = until_not_interrupted(|| {
                 self.counters.calls += 1;
-                ktls::send_from(&*self.link.stream, rest)
+                vectored::send(&*self.link.stream, rest)
             });
             let taken = match taken {
                 Ok(taken) => taken,
