@@ -213,15 +213,35 @@ fn i7_a_lost_connection_is_an_error() {
         Err(ReceiveError::Spent)
     ));
 
-    for (mut sender, mut receiver) in every_security() {
-        sender.send(&header(8, 100)).unwrap();
-        sender.finish().unwrap();
-        let mut lengths = [0; 8];
-        assert!(receiver.next(&mut lengths, None).unwrap());
-        assert!(matches!(
-            receiver.payload(100, |_| ()),
-            Err(ReceiveError::ClosedInside)
-        ));
+    // A payload of 100 bytes goes through the receiver's buffer on each lane. On a plain lane, the
+    // kernel writes a longer one to its target.
+    let ways: [fn(&mut DataReceiver, usize) -> Result<(), ReceiveError>; 3] = [
+        |receiver, bytes| receiver.payload(bytes as u64, |_| ()),
+        |receiver, bytes| receiver.read_exact(&mut vec![0; bytes]),
+        |receiver, bytes| {
+            let mut target = vec![0; bytes];
+            receiver.payload_into(std::iter::once(VolatileSlice::from(&mut target[..])))
+        },
+    ];
+    for (way, (bytes, arrived)) in ways
+        .into_iter()
+        .flat_map(|way| [(100, 0), (2 * PAGE_BYTES, 0), (2 * PAGE_BYTES, 5000)].map(|it| (way, it)))
+    {
+        for (mut sender, mut receiver) in every_security() {
+            sender
+                .send_with(&header(8, bytes), &mut pattern(arrived, 1))
+                .unwrap();
+            sender.finish().unwrap();
+            assert!(receiver.next(&mut [0; 8], None).unwrap());
+            assert!(matches!(
+                way(&mut receiver, bytes),
+                Err(ReceiveError::ClosedInside)
+            ));
+            assert!(matches!(
+                receiver.next(&mut [0; 8], None),
+                Err(ReceiveError::Spent)
+            ));
+        }
     }
 }
 

@@ -11,8 +11,8 @@
 //! A frame consists of a header, which the caller defines, and a payload. The header must contain
 //! the payload's length. Three kinds of security share this code: TLS records made by this process,
 //! TLS records made by the kernel, and plain bytes if both sides consented or IPsec protects the
-//! lane. With kernel TLS, pages also go straight from guest memory to the kernel and from the
-//! kernel to guest memory.
+//! lane. With the last two, this process copies no pages: they go straight from guest memory to
+//! the kernel and from the kernel to guest memory.
 
 mod guard;
 mod receiver;

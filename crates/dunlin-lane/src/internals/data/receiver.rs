@@ -12,6 +12,7 @@ use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls::{self, Received};
 use dunlin_linux::socket::unread_bytes;
+use dunlin_linux::vectored;
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
@@ -41,6 +42,12 @@ const TARGETS_PER_RECORD: usize = 8;
 /// The number of bytes to read from a record that is not data. An alert has two bytes, so a third
 /// byte shows that the record is malformed.
 const CONTROL_START: usize = 3;
+
+/// What a read returns at the end of a plain lane's connection.
+const END: Received = Received {
+    bytes: 0,
+    control: None,
+};
 
 /// Why a call on a data lane failed. Only [`ReceiveError::Idle`] does not end the lane: no data is
 /// lost, and the caller may read on.
@@ -218,7 +225,7 @@ impl DataReceiver {
     /// [`ReceiveError`]. `out` then holds undefined bytes.
     #[cfg(feature = "unstable-internals")]
     pub fn read_exact(&mut self, mut out: &mut [u8]) -> Result<(), ReceiveError> {
-        if out.len() >= PAGE_BYTES && matches!(self.security, Security::Kernel(_)) {
+        if out.len() >= PAGE_BYTES && !matches!(self.security, Security::Tls(_)) {
             return self.payload_by_kernel(std::iter::once(VolatileSlice::from(out)));
         }
         while !out.is_empty() {
@@ -307,7 +314,7 @@ impl DataReceiver {
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
     ) -> Result<(), ReceiveError> {
-        if let Security::Kernel(_) = &self.security {
+        if !matches!(self.security, Security::Tls(_)) {
             return self.payload_by_kernel(targets);
         }
         let mut waiting = Targets::<TARGETS_PER_RECORD>::default();
@@ -332,7 +339,8 @@ impl DataReceiver {
         }
     }
 
-    /// Like [`Self::payload_into`], but the kernel opens records into the targets.
+    /// Like [`Self::payload_into`], but the kernel writes into the targets: the bytes of a plain
+    /// lane, or the content of the records that it opens.
     fn payload_by_kernel<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -351,14 +359,16 @@ impl DataReceiver {
                 self.opened.start += taken;
                 continue;
             }
-            if self.state != State::Open {
-                return Err(ReceiveError::Spent);
+            match self.state {
+                State::Open => {}
+                State::Closed => return Err(self.fail(ReceiveError::ClosedInside)),
+                State::Failed => return Err(ReceiveError::Spent),
             }
             let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME];
             let wanted = waiting.bytes;
             let count = waiting.first_bytes(wanted, &mut pieces).unwrap_or(0);
-            let read = self.read_opened(|stream| ktls::receive_into(stream, &pieces[..count]));
-            match read {
+            match self.read_content(&pieces[..count]) {
+                Ok(END) => return Err(self.fail(ReceiveError::ClosedInside)),
                 Ok(Received {
                     bytes,
                     control: None,
@@ -476,8 +486,8 @@ impl DataReceiver {
     }
 
     /// Opens the next record, or reads from the socket once. Returns false at a clean close.
-    /// If the kernel opens records, reads at most `wanted` bytes, so that the following bytes
-    /// can go straight to their target.
+    /// Unless this process opens the records, reads at most `wanted` bytes, so that the following
+    /// bytes can go straight to their target.
     fn advance(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
         match self.state {
             State::Open => {}
@@ -486,8 +496,7 @@ impl DataReceiver {
         }
         let keys = match &mut self.security {
             Security::Tls(keys) => keys,
-            Security::Kernel(_) => return self.advance_by_kernel(wanted),
-            Security::Plain => return self.advance_plain(),
+            Security::Kernel(_) | Security::Plain => return self.advance_by_kernel(wanted),
         };
         let sealed = &mut self.buffer[self.sealed.clone()];
         if let Some(header) = sealed.first_chunk::<HEADER_BYTES>() {
@@ -539,9 +548,14 @@ impl DataReceiver {
     fn advance_by_kernel(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let room = wanted.min(buffer.len());
-        let read = self.read_opened(|stream| ktls::receive(stream, &mut buffer[..room]));
+        let read = self.read_content(&[VolatileSlice::from(&mut buffer[..room])]);
         self.buffer = buffer;
-        let Received { bytes, control } = read?;
+        let received = read?;
+        if received == END {
+            self.state = State::Closed;
+            return Ok(false);
+        }
+        let Received { bytes, control } = received;
         let Some(content_type) = control else {
             self.opened = 0..bytes;
             return Ok(true);
@@ -562,20 +576,28 @@ impl DataReceiver {
         }
     }
 
-    /// Reads once from a socket on which the kernel opens records. Returns data, or a record of
-    /// another type. The end of the connection is an error.
-    fn read_opened(
-        &mut self,
-        read: impl FnMut(&TcpStream) -> io::Result<Received>,
-    ) -> Result<Received, ReceiveError> {
-        let received = self.read_once(read)?;
+    /// Reads once from the socket of a plain lane, or of a lane whose records the kernel opens.
+    /// Returns data, or a record of another type. The end of a plain lane's connection is [`END`],
+    /// that of another lane's connection is an error.
+    fn read_content(&mut self, into: &[VolatileSlice<'_>]) -> Result<Received, ReceiveError> {
+        let is_plain = matches!(self.security, Security::Plain);
+        let received = self.read_once(|stream| match is_plain {
+            true => vectored::receive(stream, into).map(|bytes| Received {
+                bytes,
+                control: None,
+            }),
+            false => ktls::receive_into(stream, into),
+        })?;
         let content = received.bytes as u64;
         match received.control {
             None if content == 0 && self.link.is_cancelled() => Err(ReceiveError::Cancelled),
-            None if content == 0 => Err(ReceiveError::Truncated),
+            None if content == 0 && !is_plain => Err(ReceiveError::Truncated),
             None => {
                 // The kernel does not report the number of records, so count the minimum.
-                let records = content.div_ceil(CONTENT_BYTES as u64);
+                let records = match is_plain {
+                    true => 0,
+                    false => content.div_ceil(CONTENT_BYTES as u64),
+                };
                 self.counters.records += records;
                 self.counters.content_bytes += content;
                 self.counters.wire_bytes += content + records * OVERHEAD_BYTES as u64;
@@ -606,22 +628,6 @@ impl DataReceiver {
             }
             Opened::Data(_) => Ok(true),
         }
-    }
-
-    fn advance_plain(&mut self) -> Result<bool, ReceiveError> {
-        self.sealed = 0..0;
-        let count = self.fill()?;
-        if count == 0 {
-            if self.link.is_cancelled() {
-                return Err(ReceiveError::Cancelled);
-            }
-            self.state = State::Closed;
-            return Ok(false);
-        }
-        self.sealed = count..count;
-        self.opened = 0..count;
-        self.counters.content_bytes += count as u64;
-        Ok(true)
     }
 
     /// Reads once and appends to the buffered bytes; returns zero at the connection's end.

@@ -24,7 +24,7 @@ use crate::internals::handshake::Secured;
 use crate::internals::proof::prove;
 use crate::internals::record::{
     ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
-    RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
+    RECEIVED_RECORD_BYTES, RECORD_BYTES, RECORD_LIMIT, SealError,
 };
 
 /// Maximum duration of each read for the peer's alert after a failed write.
@@ -34,9 +34,9 @@ const REASON_WAIT: Duration = Duration::from_millis(200);
 /// copying a page costs less than sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
-/// The largest offset in the buffer at which the payload's first record begins. On a plain lane,
-/// the payload itself begins there. The frame's start is rounded down to a multiple of
-/// [`LINE_BYTES`], so the payload can begin up to `LINE_BYTES - 1` bytes earlier.
+/// The largest offset in the buffer at which the payload's first record begins. The frame's start
+/// is rounded down to a multiple of [`LINE_BYTES`], so the record can begin up to `LINE_BYTES - 1`
+/// bytes earlier.
 ///
 /// Reasons for the number: the buffer begins at a page. The kernel copies fast from a frame that
 /// begins at a multiple of [`LINE_BYTES`]. The payload's records then begin 97 to 512 bytes
@@ -111,9 +111,9 @@ pub enum FrameError {
 pub struct DataSender {
     link: Link,
     security: Security,
-    /// Space for the header, followed by the contiguous records of a full frame.
+    /// Space for the header. If this process seals the records, followed by the contiguous records
+    /// of a full frame.
     buffer: AlignedBytes,
-    layout: Layout,
     stall_limit: Duration,
     counters: Counters,
     spent: bool,
@@ -197,8 +197,8 @@ impl DataSender {
 
     /// Sends a frame with a payload in memory that no other thread writes, like [`Frame::finish`].
     /// If the crypto library supports it, a payload of more than a page is sealed without a copy.
-    /// The payload keeps its content. The reference is mutable only because kernel TLS gets the
-    /// payload as a [`VolatileSlice`], like guest memory.
+    /// The payload keeps its content. The reference is mutable only because the kernel gets the
+    /// payload of some lanes as a [`VolatileSlice`], like guest memory.
     ///
     /// # Errors
     /// [`SendError`]. After [`SendError::PayloadTooLong`] and [`SendError::HeaderTooLong`] nothing
@@ -254,12 +254,14 @@ impl DataSender {
         link.stream
             .set_write_timeout(Some(stall_limit))
             .map_err(SendError::Io)?;
-        let layout = Layout::of(&security);
+        let buffer_bytes = match &security {
+            Security::Tls(_) => FRONT + RECORDS_PER_FRAME * RECORD_BYTES,
+            Security::Kernel(_) | Security::Plain => HEADER_LIMIT_BYTES,
+        };
         Ok(Self {
             link,
             security,
-            buffer: AlignedBytes::zeroed(FRONT + RECORDS_PER_FRAME * layout.stride, PAGE_BYTES),
-            layout,
+            buffer: AlignedBytes::zeroed(buffer_bytes, PAGE_BYTES),
             stall_limit,
             counters: Counters::default(),
             spent: false,
@@ -378,59 +380,44 @@ impl DataSender {
         if filled > BATCH_BYTES {
             return Err(SendError::PayloadTooLong { bytes: filled });
         }
-        if let Security::Kernel(_) = &self.security {
-            // The records and the kernel's buffers take more memory than the payload.
-            let enough = 2 * (bytes + filled);
-            let socket = &*self.link.stream;
-            if let Some(would_block) = would_block
-                && !(send_space(socket).is_ok_and(|space| space >= enough)
-                    && wait_writable(socket, Instant::now()).unwrap_or(false))
-            {
-                would_block();
-            }
+        let Security::Tls(keys) = &mut self.security else {
             return match &mut payload {
-                Payload::Guest(pages) => self.transmit_by_kernel(header, pages),
+                Payload::Guest(pages) => self.transmit_pieces(header, pages, would_block),
                 Payload::Private(bytes) => {
-                    self.transmit_by_kernel(header, &[VolatileSlice::from(&mut **bytes)])
+                    let bytes = VolatileSlice::from(&mut **bytes);
+                    self.transmit_pieces(header, &[bytes], would_block)
                 }
             };
-        }
-        let Layout {
-            lead,
-            stride,
-            overhead,
-        } = self.layout;
+        };
         let shares = bytes > 0 && (1..=SHARED_BYTES).contains(&filled);
         // The number of bytes in the buffer before the payload's first record. If the header shares
         // that record, the record's overhead is not counted here.
         let before = match bytes {
             0 => 0,
             _ if shares => bytes,
-            _ => overhead + bytes,
+            _ => OVERHEAD_BYTES + bytes,
         };
         let start = (FRONT - before) / LINE_BYTES * LINE_BYTES;
         let front = start + before;
-        self.buffer[start + lead..][..bytes].copy_from_slice(header);
+        self.buffer[start + HEADER_BYTES..][..bytes].copy_from_slice(header);
         let mut end = front;
         // Until all of the frame is written, the lane counts as failed, because a frame that fails
         // partway must not be resent with the same sequence numbers.
         self.spent = true;
-        if let Security::Tls(keys) = &mut self.security
-            && shares
-        {
-            end += filled + overhead;
+        if shares {
+            end += filled + OVERHEAD_BYTES;
             let record = &mut self.buffer[start..end];
-            payload.copy_to(&mut record[lead + bytes..][..filled]);
+            payload.copy_to(&mut record[HEADER_BYTES + bytes..][..filled]);
             keys.seal.seal(record)?;
             self.counters.records += 1;
-        } else if let Security::Tls(keys) = &mut self.security {
+        } else {
             if bytes > 0 {
                 keys.seal.seal(&mut self.buffer[start..front])?;
                 self.counters.records += 1;
             }
             for at in (0..filled).step_by(CONTENT_BYTES) {
                 let content = at..filled.min(at + CONTENT_BYTES);
-                let begin = front + at / CONTENT_BYTES * stride;
+                let begin = front + at / CONTENT_BYTES * RECORD_BYTES;
                 end = begin + content.len() + OVERHEAD_BYTES;
                 let sealed = &mut self.buffer[begin..end];
                 match &payload {
@@ -442,9 +429,6 @@ impl DataSender {
                 }
                 self.counters.records += 1;
             }
-        } else {
-            payload.copy_to(&mut self.buffer[front..][..filled]);
-            end += filled;
         }
         self.write(start, end, would_block)?;
         self.counters.content_bytes += (bytes + filled) as u64;
@@ -452,19 +436,32 @@ impl DataSender {
         Ok(())
     }
 
-    /// Like [`Self::transmit`], but the kernel seals. The payload goes straight to the kernel and is
-    /// read once. The header begins the first payload record; as a separate record
-    /// it would wake the peer an additional time.
-    fn transmit_by_kernel(
+    /// Sends the header and the payload of a plain lane, or of a lane whose records the kernel
+    /// seals. The payload goes straight to the kernel and is read once. The header is sent with the
+    /// payload: alone, it would wake the peer an additional time.
+    fn transmit_pieces(
         &mut self,
         header: &[u8],
         payload: &[VolatileSlice<'_>],
+        mut would_block: Option<&mut dyn FnMut()>,
     ) -> Result<(), SendError> {
-        let filled = payload.iter().map(VolatileSlice::len).sum::<usize>();
-        let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
-        if self.records_left() < Some(records) {
-            return Err(SealError::Limit.into());
+        let bytes = header.len() + payload.iter().map(VolatileSlice::len).sum::<usize>();
+        // Only the records that the kernel seals have a limit.
+        if let Some(left) = self.records_left() {
+            if left < bytes.div_ceil(CONTENT_BYTES) as u64 {
+                return Err(SealError::Limit.into());
+            }
+            // The records and the kernel's buffers take more memory than the payload.
+            let enough = 2 * bytes;
+            let socket = &*self.link.stream;
+            if let Some(would_block) = would_block.take()
+                && !(send_space(socket).is_ok_and(|space| space >= enough)
+                    && wait_writable(socket, Instant::now()).unwrap_or(false))
+            {
+                would_block();
+            }
         }
+        // A frame that fails partway must not be resent.
         self.spent = true;
         let lead = &mut self.buffer[..header.len()];
         lead.copy_from_slice(header);
@@ -475,21 +472,32 @@ impl DataSender {
         while !rest.is_empty() {
             let taken = until_not_interrupted(|| {
                 self.counters.calls += 1;
-                vectored::send(&*self.link.stream, rest)
+                match &would_block {
+                    Some(_) => vectored::send_now(&*self.link.stream, rest),
+                    None => vectored::send(&*self.link.stream, rest),
+                }
             });
+            if let Err(error) = &taken
+                && error.kind() == io::ErrorKind::WouldBlock
+                && let Some(would_block) = would_block.take()
+            {
+                would_block();
+                continue;
+            }
             let taken = match taken {
                 Ok(taken) => taken,
                 Err(error) => return Err(self.failure(error)),
             };
-            let records = taken.div_ceil(CONTENT_BYTES) as u64;
-            self.counters.records += records;
-            self.counters.wire_bytes += taken as u64 + records * OVERHEAD_BYTES as u64;
+            self.counters.wire_bytes += taken as u64;
             if let Security::Kernel(keys) = &mut self.security {
+                let records = taken.div_ceil(CONTENT_BYTES) as u64;
                 keys.sent += records;
+                self.counters.records += records;
+                self.counters.wire_bytes += records * OVERHEAD_BYTES as u64;
             }
             rest = behind(rest, taken);
         }
-        self.counters.content_bytes += (header.len() + filled) as u64;
+        self.counters.content_bytes += bytes as u64;
         self.spent = false;
         Ok(())
     }
@@ -657,32 +665,6 @@ impl Payload<'_, '_> {
                 }
             }
             Self::Private(bytes) => content.copy_from_slice(bytes),
-        }
-    }
-}
-
-/// The positions of records and their content in the buffer. They depend on whether this process
-/// makes TLS records, which have an overhead.
-#[derive(Clone, Copy)]
-struct Layout {
-    /// The number of bytes before the content of a record.
-    lead: usize,
-    /// The distance between the beginnings of full records.
-    stride: usize,
-    /// The difference between the lengths of a record and of its content.
-    overhead: usize,
-}
-
-impl Layout {
-    fn of(security: &Security) -> Self {
-        let (lead, overhead) = match security {
-            Security::Tls(_) => (HEADER_BYTES, HEADER_BYTES + TRAILER_BYTES),
-            Security::Kernel(_) | Security::Plain => (0, 0),
-        };
-        Self {
-            lead,
-            stride: CONTENT_BYTES + overhead,
-            overhead,
         }
     }
 }
