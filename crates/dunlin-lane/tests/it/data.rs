@@ -13,6 +13,7 @@ use dunlin_lane::offload::Offload;
 use dunlin_lane::peers::PeerRefused;
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_lane::record::{Alert, OpenError};
+use dunlin_linux::socket::unread_bytes;
 use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use vm_memory::VolatileSlice;
@@ -188,6 +189,36 @@ fn memory_of_every_length_arrives() {
         assert!(receive(&mut receiver).is_none());
         sending.join().unwrap();
     }
+}
+
+#[test]
+fn a_plain_lane_reads_a_payload_and_the_next_header_in_one_call() {
+    let (near, far) = pair();
+    let arrived = far.try_clone().unwrap();
+    let consent = PlainConsent::both(true, true).unwrap();
+    let mut sender = DataSender::plain(near, consent, STALL).unwrap();
+    let mut receiver = DataReceiver::plain(far, consent, STALL).unwrap();
+    let contents: Vec<Vec<u8>> = (0..3).map(|seed| pattern(3 * PAGE_BYTES, seed)).collect();
+    for content in &contents {
+        let header = header(30, content.len());
+        sender.send_with(&header, &mut content.clone()).unwrap();
+    }
+    let counters = sender.finish().unwrap();
+    while unread_bytes(&arrived).unwrap() < counters.wire_bytes {
+        thread::yield_now();
+    }
+    for content in &contents {
+        let mut lengths = [0; 30];
+        assert!(receiver.next(&mut lengths, None).unwrap());
+        assert!(lengths == header(30, content.len())[..]);
+        let mut came = vec![0; content.len()];
+        receiver.read_exact(&mut came).unwrap();
+        assert!(came == *content);
+    }
+    // One call for the first header, and one for each payload.
+    assert_eq!(receiver.counters().calls, 4);
+    assert!(!receiver.next(&mut [0; 30], None).unwrap());
+    assert_eq!(receiver.counters().wire_bytes, counters.wire_bytes);
 }
 
 #[test]

@@ -43,6 +43,10 @@ const TARGETS_PER_RECORD: usize = 8;
 /// byte shows that the record is malformed.
 const CONTROL_START: usize = 3;
 
+/// Maximum number of bytes of the next frame's header that are read together with the end of a
+/// payload. With a call of its own for each header, a plain lane needed about 8 % more CPU time.
+const HEADER_AHEAD_BYTES: usize = 64;
+
 /// What a read returns at the end of a plain lane's connection.
 const END: Received = Received {
     bytes: 0,
@@ -97,6 +101,8 @@ pub struct DataReceiver {
     sealed: Range<usize>,
     /// The range of opened bytes that are not consumed yet; precedes `sealed`.
     opened: Range<usize>,
+    /// The length of the last frame's header, which is probably that of the next one.
+    header_bytes: usize,
     stall_limit: Duration,
     counters: Counters,
     state: State,
@@ -159,6 +165,7 @@ impl DataReceiver {
             buffer: AlignedBytes::zeroed(RECEIVE_BYTES, LINE_BYTES),
             sealed: 0..0,
             opened: 0..0,
+            header_bytes: 0,
             stall_limit,
             counters: Counters::default(),
             state: State::Open,
@@ -195,6 +202,7 @@ impl DataReceiver {
         if header.is_empty() {
             return Ok(true);
         }
+        self.header_bytes = header.len();
         let begin = Instant::now();
         while self.opened.is_empty() {
             match self.advance(header.len()) {
@@ -340,7 +348,9 @@ impl DataReceiver {
     }
 
     /// Like [`Self::payload_into`], but the kernel writes into the targets: the bytes of a plain
-    /// lane, or the content of the records that it opens.
+    /// lane, or the content of the records that it opens. On a plain lane, the read of the last
+    /// target also reads the next frame's header, if it has arrived. The kernel would open the
+    /// whole record of that header into a buffer of its own, and copy the content from there.
     fn payload_by_kernel<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -364,15 +374,27 @@ impl DataReceiver {
                 State::Closed => return Err(self.fail(ReceiveError::ClosedInside)),
                 State::Failed => return Err(ReceiveError::Spent),
             }
-            let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME];
+            let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
             let wanted = waiting.bytes;
             let count = waiting.first_bytes(wanted, &mut pieces).unwrap_or(0);
-            match self.read_content(&pieces[..count]) {
+            let mut header = [0; HEADER_AHEAD_BYTES];
+            let reads_ahead =
+                waiting.count < PAGES_PER_FRAME && matches!(self.security, Security::Plain);
+            if reads_ahead {
+                let ahead = self.header_bytes.min(HEADER_AHEAD_BYTES);
+                pieces[count] = VolatileSlice::from(&mut header[..ahead]);
+            }
+            match self.read_content(&pieces[..count + usize::from(reads_ahead)]) {
                 Ok(END) => return Err(self.fail(ReceiveError::ClosedInside)),
                 Ok(Received {
                     bytes,
                     control: None,
-                }) => waiting.drop_first(bytes),
+                }) => {
+                    let ahead = bytes.saturating_sub(wanted);
+                    waiting.drop_first(bytes - ahead);
+                    self.opened = 0..ahead;
+                    self.buffer[..ahead].copy_from_slice(&header[..ahead]);
+                }
                 // The record is not data, but its bytes are now in guest pages. The error below
                 // makes the caller discard these pages' content.
                 Ok(Received {
@@ -711,7 +733,7 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
 
     /// Stores in `pages` the pieces that the first `bytes` bytes fill, and returns the number of
     /// these pieces; `None` if all pieces together hold fewer bytes.
-    fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
+    fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>]) -> Option<usize> {
         let mut left = bytes;
         for (position, target) in self.slots.iter().flatten().enumerate() {
             let count = left.min(target.len());

@@ -66,6 +66,7 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
         buffer: AlignedBytes::zeroed(RECEIVE_BYTES, LINE_BYTES),
         sealed: 0..0,
         opened: 0..0,
+        header_bytes: 0,
         stall_limit: Duration::from_secs(10),
         counters: Counters::default(),
         state: State::Open,
