@@ -7,9 +7,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::cells::Digits::{All, Places, Short};
-use super::cells::{
-    Digits, cell, counted, header, median, optional, order, title, values, variant_key,
-};
+use super::cells::{Digits, cell, counted, header, median, optional, order, title, values};
 use super::kept::{Kept, Row};
 use super::scaling::{self, GBIT_PER_GIB};
 use super::{evacuate, growth, status, tunnel};
@@ -36,7 +34,7 @@ pub(super) const TABLES: [Table; 22] = [
     Table {
         name: "measured",
         page: "README.md",
-        results: &["lanes-after", "whole", "tunnel", "tunnel-qemu", "thrash"],
+        results: &["lanes-floor", "whole", "tunnel", "tunnel-qemu", "thrash"],
         has_conditions: false,
         cells: measured,
     },
@@ -97,11 +95,11 @@ pub(super) const TABLES: [Table; 22] = [
         cells: lanes,
     },
     Table {
-        name: "lanes-before-and-after",
+        name: "lanes-floor",
         page: "docs/benchmarking/lanes.md",
-        results: &["lanes-before", "lanes-after"],
+        results: &["lanes-floor"],
         has_conditions: true,
-        cells: before_and_after,
+        cells: lanes_floor,
     },
     Table {
         name: "long-line",
@@ -260,6 +258,11 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
     Ok(vec![
         header(&["measurement", "Dunlin", "compared with"]),
         row(
+            "two plain lanes alone, CPU time per GiB",
+            format!("{} s", lane("plain")?),
+            format!("plain TCP: {} s", lane("plain-floor")?),
+        ),
+        row(
             "two TLS lanes alone, CPU time per GiB",
             format!("{} s", lane("tls")?),
             format!(
@@ -367,29 +370,28 @@ fn lanes(kept: &[Kept]) -> Result<Cells> {
     Ok(table)
 }
 
-fn before_and_after(kept: &[Kept]) -> Result<Cells> {
-    let [before, after] = kept else {
-        unreachable!("the table has two files");
-    };
+fn lanes_floor(kept: &[Kept]) -> Result<Cells> {
     let mut table = vec![header(&[
-        "",
-        "before, CPU-s/GiB",
-        "after, CPU-s/GiB",
-        "after, GiB/s",
-        "against the floor of its turn",
+        "lanes",
+        "variant",
+        "CPU-s/GiB",
+        "GiB/s",
+        "against the floor over guest memory",
+        "against plain TCP over guest memory",
     ])];
-    for (_, variant) in values(&after.rows.iter().collect::<Vec<_>>(), variant_key)? {
-        let same = [("variant", json!(variant))];
-        let name = match variant.as_str() {
+    for row in &kept[0].rows {
+        let name = match row.text("variant")? {
             "floor" => "floor over guest memory",
+            "plain-floor" => "plain TCP over guest memory",
             variant => title(variant),
         };
         table.push(vec![
+            row.number("lanes")?.to_string(),
             name.to_owned(),
-            optional(before, &same, "cpu_s_per_gib", Places(2))?,
-            optional(after, &same, "cpu_s_per_gib", Places(2))?,
-            optional(after, &same, "gib_per_s", Places(2))?,
-            optional(after, &same, "floor_ratio", Places(2))?,
+            cell(row, "cpu_s_per_gib", Places(2))?,
+            cell(row, "gib_per_s", Places(2))?,
+            cell(row, "floor_ratio", Places(2))?,
+            cell(row, "plain_floor_ratio", Places(2))?,
         ]);
     }
     Ok(table)
