@@ -246,7 +246,8 @@ fn i7_a_lost_connection_is_an_error() {
 
     // A payload of 100 bytes goes through the receiver's buffer on each lane. On a plain lane, the
     // kernel writes a longer one to its target.
-    let ways: [fn(&mut DataReceiver, usize) -> Result<(), ReceiveError>; 3] = [
+    type Way = fn(&mut DataReceiver, usize) -> Result<(), ReceiveError>;
+    let ways: [Way; 3] = [
         |receiver, bytes| receiver.payload(bytes as u64, |_| ()),
         |receiver, bytes| receiver.read_exact(&mut vec![0; bytes]),
         |receiver, bytes| {

@@ -12,7 +12,7 @@ use std::thread;
 use dunlin_kernel_tests::counting::Count;
 use dunlin_kernel_tests::tls::{HEADER, Half, Keys, Peer, RECORD, connected, file, install, pipe};
 use dunlin_kernel_tests::{Guest, Needs, run};
-use dunlin_linux::ktls;
+use dunlin_linux::vectored;
 use dunlin_test_base::pattern;
 use nix::fcntl::{SpliceFFlags, splice, vmsplice};
 use nix::libc;
@@ -330,7 +330,7 @@ impl Sender {
                 .subslice(mib * MIB, MIB)
                 .expect("the range is inside the memory");
             while !content.is_empty() {
-                let sent = ktls::send_from(&self.socket, &[content]).expect("the data is sent");
+                let sent = vectored::send(&self.socket, &[content]).expect("the data is sent");
                 content = content
                     .offset(sent)
                     .expect("the range is inside the memory");

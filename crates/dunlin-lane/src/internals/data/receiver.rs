@@ -598,7 +598,7 @@ impl DataReceiver {
         }
     }
 
-    /// Reads once from the socket of a plain lane, or of a lane whose records the kernel opens.
+    /// Reads once from the socket of a plain lane, or of one on which the kernel opens the records.
     /// Returns data, or a record of another type. The end of a plain lane's connection is [`END`],
     /// that of another lane's connection is an error.
     fn read_content(&mut self, into: &[VolatileSlice<'_>]) -> Result<Received, ReceiveError> {

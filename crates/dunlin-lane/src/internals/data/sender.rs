@@ -436,8 +436,8 @@ impl DataSender {
         Ok(())
     }
 
-    /// Sends the header and the payload of a plain lane, or of a lane whose records the kernel
-    /// seals. The payload goes straight to the kernel and is read once. The header is sent with the
+    /// Sends the header and the payload of a plain lane, or of one on which the kernel seals the
+    /// records. The payload goes straight to the kernel and is read once. The header is sent with the
     /// payload: alone, it would wake the peer an additional time.
     fn transmit_pieces(
         &mut self,
