@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_has_ended_is_an_error_and_no_signal() {
+    fn a_connection_that_has_ended_is_an_error() {
         let (near, far) = UnixStream::pair().unwrap();
         drop(far);
         let error = send(&near, &[VolatileSlice::from(&mut [0][..])]).unwrap_err();
