@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::cells::Digits::{All, Places, Short};
-use super::cells::{Digits, cell, counted, header, median, optional, order, title, values};
+use super::cells::{Digits, cell, counted, header, median, order, title, values};
 use super::kept::{Kept, Row};
 use super::scaling::{self, GBIT_PER_GIB};
 use super::{evacuate, growth, status, tunnel};
@@ -30,11 +30,11 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 22] = [
+pub(super) const TABLES: [Table; 23] = [
     Table {
         name: "measured",
         page: "README.md",
-        results: &["lanes-floor", "whole", "tunnel", "tunnel-qemu", "thrash"],
+        results: &["lanes", "whole", "tunnel", "tunnel-qemu", "thrash"],
         has_conditions: false,
         cells: measured,
     },
@@ -95,11 +95,11 @@ pub(super) const TABLES: [Table; 22] = [
         cells: lanes,
     },
     Table {
-        name: "lanes-floor",
+        name: "lanes-second-host",
         page: "docs/benchmarking/lanes.md",
-        results: &["lanes-floor"],
+        results: &["lanes-second-host"],
         has_conditions: true,
-        cells: lanes_floor,
+        cells: lanes,
     },
     Table {
         name: "long-line",
@@ -167,6 +167,13 @@ pub(super) const TABLES: [Table; 22] = [
     Table {
         name: "whole-ratios",
         page: "docs/benchmarking/whole.md",
+        results: &["whole"],
+        has_conditions: false,
+        cells: whole_ratios,
+    },
+    Table {
+        name: "whole-ratios-second-host",
+        page: "docs/benchmarking/whole.md",
         results: &["whole-second-host"],
         has_conditions: false,
         cells: whole_ratios,
@@ -193,7 +200,11 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
         unreachable!("the table has five files");
     };
     let lane = |variant: &str| -> Result<String> {
-        let row = lanes.row(&[("variant", json!(variant)), ("lanes", json!(2))])?;
+        let row = lanes.row(&[
+            ("variant", json!(variant)),
+            ("provider", json!("aws-lc-rs")),
+            ("lanes", json!(2)),
+        ])?;
         Ok(Places(2).write(median(row, "cpu_s_per_gib")?))
     };
     let dunlin = whole.row(&[
@@ -337,62 +348,39 @@ fn connections(kept: &[Kept]) -> Result<Cells> {
 }
 
 fn lanes(kept: &[Kept]) -> Result<Cells> {
-    let run = &kept[0];
     let mut table = vec![header(&[
-        "lanes",
-        "provider",
-        "cache floor, CPU-s/GiB",
-        "plain, CPU-s/GiB",
-        "tls, CPU-s/GiB",
-        "tls, GiB/s",
-        "tls against the cache floor",
-    ])];
-    let key = |row: &Row| Ok((row.text("provider")?.to_owned(), row.number("lanes")?));
-    for (provider, lanes) in values(&run.rows.iter().collect::<Vec<_>>(), key)? {
-        let of = |variant: &str, name: &str, digits: Digits| {
-            let same = [
-                ("variant", json!(variant)),
-                ("provider", json!(provider)),
-                ("lanes", json!(lanes)),
-            ];
-            optional(run, &same, name, digits)
-        };
-        table.push(vec![
-            lanes.to_string(),
-            provider.clone(),
-            of("cache-floor", "cpu_s_per_gib", Places(2))?,
-            of("plain", "cpu_s_per_gib", Places(2))?,
-            of("tls", "cpu_s_per_gib", Places(2))?,
-            of("tls", "gib_per_s", Places(1))?,
-            of("tls", "cache_floor_ratio", Places(2))?,
-        ]);
-    }
-    Ok(table)
-}
-
-fn lanes_floor(kept: &[Kept]) -> Result<Cells> {
-    let mut table = vec![header(&[
-        "lanes",
+        "lanes, provider",
         "variant",
         "CPU-s/GiB",
         "GiB/s",
-        "against the floor over guest memory",
-        "against plain TCP over guest memory",
+        "CPU time against the floor",
+        "against the cache floor",
+        "against plain TCP",
     ])];
-    for row in &kept[0].rows {
-        let name = match row.text("variant")? {
-            "floor" => "floor over guest memory",
-            "plain-floor" => "plain TCP over guest memory",
-            variant => title(variant),
-        };
-        table.push(vec![
-            row.number("lanes")?.to_string(),
-            name.to_owned(),
-            cell(row, "cpu_s_per_gib", Places(2))?,
-            cell(row, "gib_per_s", Places(2))?,
-            cell(row, "floor_ratio", Places(2))?,
-            cell(row, "plain_floor_ratio", Places(2))?,
-        ]);
+    let run = kept[0].rows.iter().collect::<Vec<_>>();
+    let key = |row: &Row| Ok((row.text("provider")?.to_owned(), row.number("lanes")?));
+    for (provider, lanes) in values(&run, key)? {
+        let same = [("provider", json!(provider)), ("lanes", json!(lanes))];
+        for (at, row) in kept[0].select(&same).into_iter().enumerate() {
+            let configuration = match at {
+                0 => format!("{lanes}, {provider}"),
+                _ => String::new(),
+            };
+            let name = match row.text("variant")? {
+                "plain-floor" => "plain TCP",
+                "tls" => "TLS",
+                variant => title(variant),
+            };
+            table.push(vec![
+                configuration,
+                name.to_owned(),
+                cell(row, "cpu_s_per_gib", Places(2))?,
+                cell(row, "gib_per_s", Places(2))?,
+                cell(row, "floor_ratio", Places(2))?,
+                cell(row, "cache_floor_ratio", Places(2))?,
+                cell(row, "plain_floor_ratio", Places(2))?,
+            ]);
+        }
     }
     Ok(table)
 }
@@ -461,6 +449,7 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
         "GiB/s",
         "CPU-s/GiB",
         "downtime, ms",
+        "destination's peak, MiB",
     ])];
     let mut rows = Vec::new();
     for row in &kept[0].rows {
@@ -488,6 +477,7 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
             cell(row, "gib_per_s", Places(2))?,
             cell(row, "cpu_s_per_gib", Places(2))?,
             cell(row, "downtime_ms", Short)?,
+            cell(row, "destination_peak_mib", Places(0))?,
         ]);
     }
     Ok(table)
@@ -596,8 +586,15 @@ mod tests {
         let lines = results.json().into_iter().map(|line| format!("\n{line}"));
         let text = run.to_owned() + &lines.collect::<String>();
         let table = whole(&[Kept::parse("whole", &text).unwrap()]).unwrap();
-        let floor = ["floor, 1 lane", "0.60 [0.50–0.70]", "", "", ""];
-        let peer = ["idle, new-peer, 3 connections", "", "", "", "6.8 [1.7–12]"];
+        let floor = ["floor, 1 lane", "0.60 [0.50–0.70]", "", "", "", ""];
+        let peer = [
+            "idle, new-peer, 3 connections",
+            "",
+            "",
+            "",
+            "6.8 [1.7–12]",
+            "",
+        ];
         assert_eq!(table[1..], [floor, peer]);
     }
 }
