@@ -1,6 +1,7 @@
 //! The results as one HTML page with plots. The page contains no scripts and loads nothing from a
 //! network.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use serde_json::Value;
@@ -16,7 +17,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
 table { border-collapse: collapse; display: block; overflow-x: auto }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums }
-svg { width: 100%; max-width: 44rem; height: auto; display: block }
+svg { width: 100%; max-width: 49rem; height: auto; display: block }
 svg text { fill: var(--ink); font-size: 12px }
 figure { margin: 1rem 0 }
 figcaption { font-weight: 600 }
@@ -25,8 +26,8 @@ figcaption { font-weight: 600 }
 const COLOURS: [&str; 7] = [
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999933",
 ];
-const WIDTH: f64 = 700.0;
-const LEFT: f64 = 220.0;
+const WIDTH: f64 = 780.0;
+const LEFT: f64 = 290.0;
 const RIGHT: f64 = 30.0;
 const ROW: f64 = 22.0;
 
@@ -38,6 +39,9 @@ pub fn page(results: &Results) -> String {
         let _ = writeln!(body, "<h2>{}</h2>", escaped(&scenario));
         table(&mut body, &rows);
         for figure in figures(&rows) {
+            if ["gib_per_s", "cpu_s_per_gib"].contains(&&*figure) {
+                by_lanes(&mut body, &figure, &rows);
+            }
             ranges(&mut body, &figure, &rows);
         }
         for row in &rows {
@@ -136,6 +140,73 @@ fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     body.push_str("</svg></figure>\n");
 }
 
+/// Plots the medians over the number of lanes: a line for the rows that differ in nothing else.
+/// Plots nothing if there are no such rows.
+fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
+    let mut conditions = differing(rows);
+    conditions.retain(|name| name != "lanes");
+    let mut lines: Vec<(String, Vec<(u64, f64)>)> = Vec::new();
+    for row in rows {
+        let lanes = row.conditions.get("lanes").and_then(Value::as_u64);
+        let (Some(lanes), Some(spread)) = (lanes, row.figure(figure)) else {
+            continue;
+        };
+        let name = name(row, &conditions);
+        match lines.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, points)) => points.push((lanes, spread.median)),
+            None => lines.push((name, vec![(lanes, spread.median)])),
+        }
+    }
+    lines.retain(|(_, points)| points.len() > 1);
+    let points = || lines.iter().flat_map(|(_, points)| points);
+    let largest = points().fold(0.0_f64, |most, (_, median)| most.max(*median));
+    if largest <= 0.0 {
+        return;
+    }
+    let height = 260_f64.max(60.0 + 18.0 * lines.len() as f64);
+    let bottom = height - 40.0;
+    let counts: BTreeSet<u64> = points().map(|(lanes, _)| *lanes).collect();
+    let gap = (WIDTH - LEFT - RIGHT) / (counts.len().max(2) - 1) as f64;
+    let x = |lanes: u64| LEFT + counts.range(..lanes).count() as f64 * gap;
+    let y = |median: f64| bottom - median / largest * (bottom - 20.0);
+    let _ = writeln!(
+        body,
+        "<figure><figcaption>{figure} by lanes</figcaption>\n\
+         <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by lanes\">\
+         <line x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{}\" y2=\"{bottom}\" stroke=\"currentColor\"/>\
+         <text x=\"{LEFT}\" y=\"{height}\">lanes; the axis ends at {}</text>",
+        WIDTH - RIGHT,
+        number(largest)
+    );
+    for lanes in &counts {
+        let (x, y) = (x(*lanes), bottom + 18.0);
+        let _ = write!(
+            body,
+            "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{lanes}</text>"
+        );
+    }
+    for (at, (name, points)) in lines.iter_mut().enumerate() {
+        let y_of_name = 20.0 + 18.0 * at as f64;
+        points.sort_unstable_by_key(|(lanes, _)| *lanes);
+        let points = points.iter().map(|(lanes, median)| {
+            let (x, y) = (x(*lanes), y(*median));
+            format!("{x:.1},{y:.1}")
+        });
+        let _ = writeln!(
+            body,
+            "<g stroke=\"{}\" stroke-width=\"3\" stroke-dasharray=\"{}\">\
+             <polyline points=\"{}\" fill=\"none\"/><line x1=\"0\" y1=\"{y_of_name}\" x2=\"24\" y2=\"{y_of_name}\"/></g>\
+             <text x=\"32\" y=\"{y_of_name}\" dy=\"4\">{}</text>",
+            COLOURS[at % COLOURS.len()],
+            // Each colour is used for a second line, which has dashes.
+            ["none", "6 3"][at / COLOURS.len() % 2],
+            points.collect::<Vec<_>>().join(" "),
+            escaped(name)
+        );
+    }
+    body.push_str("</svg></figure>\n");
+}
+
 /// A horizontal axis from 0 to `largest`, with five marks.
 fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
     let _ = writeln!(
@@ -215,6 +286,22 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::results::tests::relays;
+
+    #[test]
+    fn a_page_has_a_line_over_the_number_of_lanes_for_each_variant() {
+        let mut results = Results::default();
+        for (lanes, rate) in [(4, 3.0), (1, 1.0), (2, 2.0)] {
+            let line = results.line("lanes", "tls").with("lanes", lanes);
+            line.figure("gib_per_s", rate).add();
+        }
+        let line = results.line("lanes", "floor").with("lanes", 2);
+        line.figure("gib_per_s", 2.0).add();
+        let page = page(&results);
+        let lines: Vec<_> = page.split("<polyline points=").skip(1).collect();
+        assert_eq!(lines.len(), 1, "no line has only one point");
+        // The median of each number of lanes, in the order of lanes, up to the largest.
+        assert!(lines[0].starts_with("\"290.0,153.3 520.0,86.7 750.0,20.0\""));
+    }
 
     #[test]
     fn a_page_has_a_table_and_a_plot_with_every_row_and_refers_to_nothing_outside() {
