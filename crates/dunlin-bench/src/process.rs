@@ -1,8 +1,11 @@
-//! What the kernel reports about a process.
+//! What the kernel reports about a process, and about the time that a hypervisor takes.
 
 use std::fs;
 
 use anyhow::{Context, Result, bail};
+
+/// USER_HZ, which is the same on all current architectures.
+const TICKS_PER_S: f64 = 100.0;
 
 /// Returns the user and system time of a process in seconds, with a resolution of 10 ms
 /// (proc_pid_stat(5)). The process may be a zombie.
@@ -10,8 +13,6 @@ use anyhow::{Context, Result, bail};
 /// # Errors
 /// /proc/PID/stat cannot be read or parsed, usually because there is no such process.
 pub fn cpu_s(id: u32) -> Result<f64> {
-    /// USER_HZ, which is the same on all current architectures.
-    const TICKS_PER_S: f64 = 100.0;
     let path = format!("/proc/{id}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
     // The name before the fields may contain spaces. The first field after the name is field 3; the
@@ -21,6 +22,22 @@ pub fn cpu_s(id: u32) -> Result<f64> {
     match (times.next(), times.next()) {
         (Some(Ok(user)), Some(Ok(system))) => Ok((user + system) / TICKS_PER_S),
         _ => bail!("{path} has no CPU times"),
+    }
+}
+
+/// Returns the CPU time in seconds since this host started, summed over its processors, for which
+/// they waited although they had work, because this host is a virtual machine and its hypervisor did
+/// something else (`steal` in proc_stat(5)). Resolution: 10 ms. The CPU times of processes can
+/// include it.
+///
+/// # Errors
+/// /proc/stat cannot be read or parsed.
+pub fn stolen_s() -> Result<f64> {
+    let stat = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
+    let steal = stat.split_whitespace().nth(8).map(str::parse::<f64>);
+    match steal {
+        Some(Ok(steal)) => Ok(steal / TICKS_PER_S),
+        _ => bail!("/proc/stat has no steal time"),
     }
 }
 
@@ -45,6 +62,18 @@ pub(crate) fn bytes_of(text: &str, name: &str) -> Option<u64> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    #[test]
+    fn the_stolen_time_is_not_more_than_all_time() {
+        let uptime = std::fs::read_to_string("/proc/uptime").unwrap();
+        let up: f64 = uptime.split(' ').next().unwrap().parse().unwrap();
+        let processors = std::thread::available_parallelism().unwrap().get() as f64;
+        let stolen = super::stolen_s().unwrap();
+        assert!(
+            (0.0..=up * processors.max(2.0)).contains(&stolen),
+            "{stolen}"
+        );
+    }
+
     #[test]
     fn this_process_has_used_time_and_memory() {
         let id = std::process::id();

@@ -77,7 +77,7 @@ pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>
         body
     };
     whole::touch(workload)?;
-    let before = cpu()?;
+    let (before, stolen_before) = (cpu()?, process::stolen_s()?);
     thread::scope(|scope| {
         let [to, at] = &way.urls;
         let body = with_tls(json!({ "receiver_url": at }));
@@ -102,6 +102,7 @@ pub(super) fn migrate(workload: &Workload, content: Option<&Path>, way: &Way<'_>
             iterations: None,
             destination_peak_mib: process::peak_bytes(destination.process())? as f64
                 / f64::from(1 << 20),
+            stolen_s: process::stolen_s()? - stolen_before,
         })
     })
 }

@@ -5,9 +5,9 @@ use std::fmt::Display;
 use anyhow::{Result, ensure};
 use dunlin_bench::Results;
 
-/// Runs every turn in each round. Each round begins with another turn, so that none of them is always
-/// the first or always follows the one that frees the most memory. After a failure the other turns
-/// still run, so that the results of a long benchmark are not lost.
+/// Runs every turn in each round. Each round begins with another turn, and every second one has the
+/// opposite order, so that no turn is always the first or always follows the same one. After a
+/// failure the other turns still run, so that the results of a long benchmark are not lost.
 ///
 /// # Errors
 /// Turns failed. The error names each with its round and its cause.
@@ -20,8 +20,13 @@ pub(super) fn rounds<T: Display>(
     let mut failed = Vec::new();
     for round in 1..=count {
         results.begin_round();
-        let (before, from) = turns.split_at((round - 1) % turns.len().max(1));
-        for turn in from.iter().chain(before) {
+        let first = (round - 1) % turns.len().max(1);
+        let (before, from) = turns.split_at(first);
+        let mut order: Vec<_> = from.iter().chain(before).collect();
+        if round % 2 == 0 && !order.is_empty() {
+            order[1..].reverse();
+        }
+        for turn in order {
             if let Err(error) = run(turn, results) {
                 let failure = format!("round {round}, {turn}: {error:#}");
                 eprintln!("failed: {failure}");
@@ -79,13 +84,13 @@ mod tests {
     }
 
     #[test]
-    fn each_round_begins_with_another_turn() {
+    fn each_round_begins_with_another_turn_and_every_second_one_has_the_opposite_order() {
         let mut order = String::new();
         let done = rounds(4, &["a", "b", "c"], &mut Results::default(), |turn, _| {
             order += turn;
             Ok(())
         });
         assert!(done.is_ok());
-        assert_eq!(order, "abcbcacababc");
+        assert_eq!(order, "abcbaccabacb");
     }
 }

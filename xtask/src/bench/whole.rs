@@ -55,7 +55,7 @@ const CONNECTIONS: [u8; 3] = [1, 2, 4];
 const SERVER: &str = "destination.bench";
 const CLIENT: &str = "source.bench";
 /// Figures in the lines of `dunlin bench whole`.
-const FIGURES: [&str; 9] = [
+const FIGURES: [&str; 10] = [
     "total_s",
     "gib_per_s",
     "cpu_s_per_gib",
@@ -65,6 +65,7 @@ const FIGURES: [&str; 9] = [
     "iterations",
     "destination_peak_mib",
     "floor_ratio",
+    "stolen_s",
 ];
 
 /// The guest's activity during the migration, as in `dunlin bench whole`.
@@ -246,7 +247,8 @@ fn add(activity: Activity, peer: Peer, moved: &Moved, memory_mib: u32, results: 
         .figure("gib_per_s", gibibytes / moved.total_s)
         .figure("cpu_s_per_gib", moved.cpu_s / gibibytes)
         .figure("downtime_ms", moved.downtime_ms)
-        .figure("destination_peak_mib", moved.destination_peak_mib);
+        .figure("destination_peak_mib", moved.destination_peak_mib)
+        .figure("stolen_s", moved.stolen_s);
     if let Some(iterations) = moved.iterations {
         line = line.figure("iterations", iterations);
     }
@@ -302,6 +304,8 @@ pub(super) struct Moved {
     /// The number of iterations; `None` if the hypervisor does not report it.
     pub(super) iterations: Option<f64>,
     pub(super) destination_peak_mib: f64,
+    /// CPU time that the hypervisor of this host took from it.
+    pub(super) stolen_s: f64,
 }
 
 /// Writes to memory and frees it, so that the host has backed these pages when the destination
@@ -398,7 +402,7 @@ impl Rig {
             migration.tls = Some((self.credentials.folder(), SERVER.to_owned()));
         }
         touch(&setup.workload)?;
-        let before = cpu()?;
+        let (before, stolen_before) = (cpu()?, process::stolen_s()?);
         let started = Instant::now();
         begin(&mut source, &mut destination, &migration)?;
         destination.qmp().execute("cont", json!({}))?;
@@ -422,6 +426,7 @@ impl Rig {
             iterations: report["ram"]["dirty-sync-count"].as_f64(),
             destination_peak_mib: process::peak_bytes(destination.process())? as f64
                 / f64::from(1 << 20),
+            stolen_s: process::stolen_s()? - stolen_before,
         })
     }
 }

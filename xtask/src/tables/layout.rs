@@ -450,6 +450,7 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
         "CPU-s/GiB",
         "downtime, ms",
         "destination's peak, MiB",
+        "taken by the hypervisor, CPU-s",
     ])];
     let mut rows = Vec::new();
     for row in &kept[0].rows {
@@ -478,6 +479,7 @@ fn whole(kept: &[Kept]) -> Result<Cells> {
             cell(row, "cpu_s_per_gib", Places(2))?,
             cell(row, "downtime_ms", Short)?,
             cell(row, "destination_peak_mib", Places(0))?,
+            cell(row, "stolen_s", Places(2))?,
         ]);
     }
     Ok(table)
@@ -586,13 +588,14 @@ mod tests {
         let lines = results.json().into_iter().map(|line| format!("\n{line}"));
         let text = run.to_owned() + &lines.collect::<String>();
         let table = whole(&[Kept::parse("whole", &text).unwrap()]).unwrap();
-        let floor = ["floor, 1 lane", "0.60 [0.50–0.70]", "", "", "", ""];
+        let floor = ["floor, 1 lane", "0.60 [0.50–0.70]", "", "", "", "", ""];
         let peer = [
             "idle, new-peer, 3 connections",
             "",
             "",
             "",
             "6.8 [1.7–12]",
+            "",
             "",
         ];
         assert_eq!(table[1..], [floor, peer]);

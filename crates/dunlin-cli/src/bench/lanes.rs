@@ -11,6 +11,8 @@ use super::rig::{Rig, Spent};
 use crate::options::{SecurityName, parse_lanes};
 
 const LANES: [usize; 3] = [1, 2, 4];
+/// Index of the measurement that moves no guest memory.
+const CACHE_FLOOR: usize = 3;
 
 #[derive(Debug, Args)]
 pub(crate) struct Lanes {
@@ -43,23 +45,30 @@ impl Lanes {
         let rounds = 0..=self.common.rounds;
         let steps = rounds.clone().count() * counts.len() * providers.len();
         let mut progress = self.common.output.progress(steps);
+        let mut configurations = 0;
         for round in rounds {
             for &lanes in &counts {
                 for &provider in &providers {
                     progress.step(&format!("{provider}, lanes: {lanes}"));
                     let (source, target) = (&rig.source, &rig.target);
+                    configurations += 1;
                     let mut spent = [Spent::default(); 5];
-                    // Another measurement is the first one in each round.
+                    // The order changes each time, so that no measurement always follows the same
+                    // one. Five is prime, so each stride from 1 to 4 visits all of them.
                     for turn in 0..spent.len() {
-                        let at = (round as usize + turn) % spent.len();
+                        let at = (configurations + turn * (1 + configurations % 4)) % spent.len();
+                        let is_verified = round == 0 && at != CACHE_FLOOR;
+                        if is_verified {
+                            rig.refill()?;
+                        }
                         spent[at] = match at {
                             0 => rig.transfer(None, lanes, rig.bytes, None)?,
                             1 => floor::copy(source, target, rig.bytes, lanes)?,
                             2 => floor::seal_and_open(source, target, rig.bytes, provider, lanes)?,
-                            3 => floor::cached(rig.bytes, provider, lanes)?,
+                            CACHE_FLOOR => floor::cached(rig.bytes, provider, lanes)?,
                             _ => rig.transfer(Some(provider), lanes, rig.bytes, None)?,
                         };
-                        if round == 0 {
+                        if is_verified {
                             rig.verify()?;
                         }
                     }
@@ -81,6 +90,7 @@ impl Lanes {
                             .figure("floor_ratio", spent.cpu_s / floor.cpu_s)
                             .figure("cache_floor_ratio", spent.cpu_s / cached.cpu_s)
                             .figure("plain_floor_ratio", spent.cpu_s / copied.cpu_s)
+                            .figure("stolen_s", spent.stolen_s)
                             .add();
                     };
                     add("plain-floor", copied);

@@ -18,6 +18,7 @@ use dunlin::lane::handshake;
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_bench::process::stolen_s;
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::mapping::{advise_huge_pages, allocate_flat};
 
@@ -34,6 +35,8 @@ pub(super) struct Spent {
     pub(super) wall_s: f64,
     /// CPU time of both ends together.
     pub(super) cpu_s: f64,
+    /// CPU time that the hypervisor of this host took from it.
+    pub(super) stolen_s: f64,
 }
 
 impl Add for Spent {
@@ -43,6 +46,7 @@ impl Add for Spent {
         Self {
             wall_s: self.wall_s + other.wall_s,
             cpu_s: self.cpu_s + other.cpu_s,
+            stolen_s: self.stolen_s + other.stolen_s,
         }
     }
 }
@@ -68,6 +72,11 @@ impl Rig {
 
     pub(super) fn gibibytes(&self) -> f64 {
         self.bytes as f64 / f64::from(1 << 30)
+    }
+
+    /// Fills destination memory again, so that it differs from source memory.
+    pub(super) fn refill(&self) -> Result<()> {
+        fill(&self.target, 2)
     }
 
     /// Fails unless source memory and destination memory are equal.
@@ -140,6 +149,7 @@ pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
                 })
             })
             .collect();
+        let stolen_before = stolen_s()?;
         barrier.wait();
         let mut cpu = Duration::ZERO;
         let mut times: Option<(Instant, Instant)> = None;
@@ -157,6 +167,7 @@ pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
         Ok(Spent {
             wall_s: wall.as_secs_f64(),
             cpu_s: cpu.as_secs_f64(),
+            stolen_s: stolen_s()? - stolen_before,
         })
     })
 }

@@ -65,6 +65,8 @@ struct Measured {
     source_cpu_s: f64,
     destination_cpu_s: f64,
     destination_peak_bytes: u64,
+    /// CPU time that the hypervisor of this host took from it.
+    stolen_s: f64,
     moved: MovedLine,
 }
 
@@ -126,6 +128,7 @@ impl Whole {
             .figure("total_s", floor.wall_s)
             .figure("gib_per_s", gibibytes / floor.wall_s)
             .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
+            .figure("stolen_s", floor.stolen_s)
             .add();
         for guest in GUESTS {
             progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
@@ -149,6 +152,7 @@ impl Whole {
                 .figure("downtime_ms", measured.moved.downtime.total_ms)
                 .figure("iterations", measured.moved.iterations.len() as f64)
                 .figure("destination_peak_mib", peak)
+                .figure("stolen_s", measured.stolen_s)
                 .figure("floor_ratio", cpu_s / floor.cpu_s)
                 .detail("last_round", iterations(&measured.moved.iterations))
                 .add();
@@ -203,7 +207,7 @@ impl Whole {
             ..pair.flags()
         };
         self.touch(size)?;
-        let before = cpu()?;
+        let (before, stolen_before) = (cpu()?, process::stolen_s()?);
         let begin = Instant::now();
         let moved = pair.migrate_running(&flags)?;
         let total_s = begin.elapsed().as_secs_f64();
@@ -213,6 +217,7 @@ impl Whole {
             source_cpu_s: after.0 - before.0,
             destination_cpu_s: after.1 - before.1,
             destination_peak_bytes: process::peak_bytes(destination)?,
+            stolen_s: process::stolen_s()? - stolen_before,
             moved,
         })
     }
