@@ -1,10 +1,10 @@
 //! The output of results: a table or JSON lines, and a report.
 
 use std::fs;
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 
 use crate::progress::Progress;
@@ -25,16 +25,34 @@ pub struct Output {
 
 impl Output {
     /// Creates the progress of a run with `steps` calls of [`Progress::step`].
-    #[must_use]
-    pub fn progress(&self, steps: usize) -> Progress {
-        Progress::new(steps, self.json)
-    }
-
-    /// Prints the results, and writes the report if one was requested. A closed standard output is
-    /// not an error.
     ///
     /// # Errors
-    /// The report cannot be written.
+    /// The report could not be written after the run.
+    pub fn progress(&self, steps: usize) -> Result<Progress> {
+        if let Some(path) = &self.report {
+            let shown = path.display();
+            let parent = path
+                .parent()
+                .filter(|parent| !parent.as_os_str().is_empty());
+            let parent = parent.unwrap_or(Path::new("."));
+            ensure!(
+                parent.is_dir(),
+                "--report {shown}: there is no directory {}; create it",
+                parent.display()
+            );
+            ensure!(
+                !path.is_dir(),
+                "--report {shown} is a directory; name a file"
+            );
+        }
+        Ok(Progress::new(steps, self.json))
+    }
+
+    /// Writes the report if one was requested, and prints the results. It is not an error if the
+    /// reader of standard output has closed it.
+    ///
+    /// # Errors
+    /// The report or the results cannot be written.
     pub fn print(&self, results: &Results) -> Result<()> {
         let text = if self.json {
             let lines = results.json().into_iter().map(|line| format!("{line}\n"));
@@ -42,13 +60,36 @@ impl Output {
         } else {
             table::tables(results)
         };
-        let mut out = std::io::stdout().lock();
-        let _ = out.write_all(text.as_bytes());
-        let _ = out.flush();
-        if let Some(path) = &self.report {
+        let report = self.report.as_ref().map(|path| {
             fs::write(path, report::page(results))
-                .with_context(|| format!("cannot write the report {}", path.display()))?;
+                .with_context(|| format!("cannot write the report {}", path.display()))
+        });
+        let mut out = io::stdout().lock();
+        let printed = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        report.transpose()?;
+        match printed {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(error).context("cannot write the results to standard output")
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_that_could_not_be_written_is_an_error_before_the_run() {
+        let output = |report: &str| Output {
+            json: true,
+            report: Some(report.into()),
+        };
+        assert!(output("page.html").progress(1).is_ok());
+        let missing = output("/proc/none/page.html").progress(1).unwrap_err();
+        assert!(missing.to_string().contains("/proc/none;"), "{missing}");
+        assert!(output("/proc").progress(1).is_err());
     }
 }

@@ -7,7 +7,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use crate::results::{Results, Row, Spread};
-use crate::table::{cells, differing, figures, number, scenarios};
+use crate::table::{cells, differing, figures, number, scenarios, shared};
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #ccc }
@@ -16,7 +16,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
   max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums }
+  font-variant-numeric: tabular-nums; white-space: nowrap }
 svg { width: 100%; max-width: 49rem; height: auto; display: block }
 svg text { fill: var(--ink); font-size: 12px }
 figure { margin: 1rem 0 }
@@ -28,7 +28,7 @@ const COLOURS: [&str; 7] = [
 ];
 const WIDTH: f64 = 780.0;
 const LEFT: f64 = 290.0;
-const RIGHT: f64 = 30.0;
+const RIGHT: f64 = 40.0;
 const ROW: f64 = 22.0;
 
 /// Returns the page as HTML.
@@ -36,7 +36,13 @@ const ROW: f64 = 22.0;
 pub fn page(results: &Results) -> String {
     let mut body = String::new();
     for (scenario, rows) in scenarios(results) {
-        let _ = writeln!(body, "<h2>{}</h2>", escaped(&scenario));
+        let conditions = format!("{scenario}{}", shared(&rows));
+        let _ = writeln!(
+            body,
+            "<h2>{}</h2>\n<p>{}</p>",
+            escaped(&scenario),
+            escaped(&conditions)
+        );
         table(&mut body, &rows);
         for figure in figures(&rows) {
             if ["gib_per_s", "cpu_s_per_gib"].contains(&&*figure) {
@@ -157,7 +163,9 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
             None => lines.push((name, vec![(lanes, spread.median)])),
         }
     }
-    lines.retain(|(_, points)| points.len() > 1);
+    if lines.iter().all(|(_, points)| points.len() < 2) {
+        return;
+    }
     let points = || lines.iter().flat_map(|(_, points)| points);
     let largest = points().fold(0.0_f64, |most, (_, median)| most.max(*median));
     if largest <= 0.0 {
@@ -173,11 +181,20 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
         body,
         "<figure><figcaption>{figure} by lanes</figcaption>\n\
          <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by lanes\">\
-         <line x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{}\" y2=\"{bottom}\" stroke=\"currentColor\"/>\
-         <text x=\"{LEFT}\" y=\"{height}\">lanes; the axis ends at {}</text>",
-        WIDTH - RIGHT,
-        number(largest)
+         <text x=\"{LEFT}\" y=\"{height}\">lanes (not to scale)</text>"
     );
+    for mark in 0..=4 {
+        let value = largest * f64::from(mark) / 4.0;
+        let (end, y) = (WIDTH - RIGHT, y(value));
+        let _ = writeln!(
+            body,
+            "<line x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\" stroke=\"var(--line)\"/>\
+             <text x=\"{}\" y=\"{:.1}\">{}</text>",
+            end + 4.0,
+            y + 4.0,
+            number(value)
+        );
+    }
     for lanes in &counts {
         let (x, y) = (x(*lanes), bottom + 18.0);
         let _ = write!(
@@ -188,19 +205,24 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
     for (at, (name, points)) in lines.iter_mut().enumerate() {
         let y_of_name = 20.0 + 18.0 * at as f64;
         points.sort_unstable_by_key(|(lanes, _)| *lanes);
-        let points = points.iter().map(|(lanes, median)| {
+        let colour = COLOURS[at % COLOURS.len()];
+        let mut corners = Vec::new();
+        for (lanes, median) in points {
             let (x, y) = (x(*lanes), y(*median));
-            format!("{x:.1},{y:.1}")
-        });
+            corners.push(format!("{x:.1},{y:.1}"));
+            let _ = write!(
+                body,
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\" fill=\"{colour}\"/>"
+            );
+        }
         let _ = writeln!(
             body,
-            "<g stroke=\"{}\" stroke-width=\"3\" stroke-dasharray=\"{}\">\
+            "<g stroke=\"{colour}\" stroke-width=\"3\" stroke-dasharray=\"{}\">\
              <polyline points=\"{}\" fill=\"none\"/><line x1=\"0\" y1=\"{y_of_name}\" x2=\"24\" y2=\"{y_of_name}\"/></g>\
              <text x=\"32\" y=\"{y_of_name}\" dy=\"4\">{}</text>",
-            COLOURS[at % COLOURS.len()],
             // Each colour is used for a second line, which has dashes.
             ["none", "6 3"][at / COLOURS.len() % 2],
-            points.collect::<Vec<_>>().join(" "),
+            corners.join(" "),
             escaped(name)
         );
     }
@@ -298,9 +320,9 @@ mod tests {
         line.figure("gib_per_s", 2.0).add();
         let page = page(&results);
         let lines: Vec<_> = page.split("<polyline points=").skip(1).collect();
-        assert_eq!(lines.len(), 1, "no line has only one point");
-        // The median of each number of lanes, in the order of lanes, up to the largest.
-        assert!(lines[0].starts_with("\"290.0,153.3 520.0,86.7 750.0,20.0\""));
+        assert_eq!((lines.len(), page.matches("r=\"4\"").count()), (2, 4));
+        // The medians in the order of the numbers of lanes, up to the largest.
+        assert!(lines[0].starts_with("\"290.0,153.3 515.0,86.7 740.0,20.0\""));
     }
 
     #[test]

@@ -94,7 +94,7 @@ pub(crate) fn figures(rows: &[&Row]) -> Vec<String> {
 }
 
 /// Conditions that all rows share.
-fn shared(rows: &[&Row]) -> String {
+pub(crate) fn shared(rows: &[&Row]) -> String {
     let differing = differing(rows);
     let mut text = String::new();
     for name in rows[0].conditions.keys() {
@@ -102,11 +102,11 @@ fn shared(rows: &[&Row]) -> String {
             let _ = write!(text, ", {name} {}", rows[0].condition(name));
         }
     }
-    let _ = write!(
-        text,
-        ", rounds {}",
-        rows.iter().map(|row| row.rounds()).max().unwrap_or(0)
-    );
+    // Kept results have their number of rounds as a condition.
+    if !rows[0].conditions.contains_key("rounds") {
+        let rounds = rows.iter().map(|row| row.rounds()).max();
+        let _ = write!(text, ", rounds {}", rounds.unwrap_or(0));
+    }
     text.replacen(", ", ": ", 1)
 }
 

@@ -24,13 +24,7 @@ const AVAILABLE: &str = "MemAvailable:";
 /// # Errors
 /// `/proc/meminfo` cannot be read, or the memory cannot be mapped.
 pub fn touch_physical_memory(bytes: u64) -> Result<()> {
-    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let available = bytes_of(&text, AVAILABLE).context("/proc/meminfo has no MemAvailable")?;
-    // In a container the control group limits the memory. The value "max" means that there is no
-    // limit.
-    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
-    let limit = limit.trim().parse().unwrap_or(u64::MAX);
-    let most = available.min(limit).saturating_sub(RESERVE_BYTES);
+    let most = available_bytes()?.saturating_sub(RESERVE_BYTES);
     let bytes = bytes.min(most) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if bytes == 0 {
         return Ok(());
@@ -44,6 +38,19 @@ pub fn touch_physical_memory(bytes: u64) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the amount of memory that a process can still use.
+///
+/// # Errors
+/// `/proc/meminfo` cannot be read.
+pub fn available_bytes() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let available = bytes_of(&text, AVAILABLE).context("/proc/meminfo has no MemAvailable")?;
+    // In a container the control group limits the memory. The value "max" means that there is no
+    // limit.
+    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
+    Ok(available.min(limit.trim().parse().unwrap_or(u64::MAX)))
 }
 
 #[cfg(test)]

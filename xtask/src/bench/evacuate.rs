@@ -149,7 +149,7 @@ pub(super) fn run(options: &EvacuateOptions) -> Result<()> {
     let turns: Vec<_> = kinds.iter().map(|(_, name)| name).collect();
     let mut results = Results::default();
     let steps = options.rounds * kinds.len() * options.variants.len();
-    let mut progress = options.output.progress(steps);
+    let mut progress = options.output.progress(steps)?;
     let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         let kind = kinds.iter().find(|(_, name)| name == *turn);
         let (kind, _) = kind.context("a turn of the benchmark names no known kind of guest")?;

@@ -109,7 +109,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
         turns.extend(options.rtt_ms.iter().map(of));
     }
     let mut results = Results::default();
-    let mut progress = options.output.progress(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len())?;
     let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         let measured = bench.migrate(*turn)?;

@@ -70,7 +70,7 @@ pub(super) fn run(options: &StatusOptions) -> Result<()> {
     let observed = Observed::start(dunlin)?;
     let mut results = Results::default();
     let steps = options.rounds * VARIANTS.len() + 1;
-    let mut progress = options.output.progress(steps);
+    let mut progress = options.output.progress(steps)?;
     progress.step("warm-up");
     observed.lanes()?;
     let mut round = 0;

@@ -193,7 +193,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         }
     }
     let mut results = Results::default();
-    let mut progress = options.output.progress(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len())?;
     let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         match (*turn, &qemu) {

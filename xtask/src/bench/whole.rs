@@ -184,7 +184,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
         turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
     let mut results = Results::default();
-    let mut progress = options.output.progress(options.rounds * turns.len());
+    let mut progress = options.output.progress(options.rounds * turns.len())?;
     let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
         match (*turn, &rig) {

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use dunlin_bench::{Results, report};
 use serde_json::Value;
@@ -37,6 +37,7 @@ fn page(path: &str, text: &str) -> Result<String> {
     let first = text.lines().next().unwrap_or_default();
     let header = serde_json::from_str::<Header>(first).ok();
     let rows = kept::rows(path, text, usize::from(header.is_some()))?;
+    ensure!(!rows.is_empty(), "{path} has no results");
     let mut results = Results::default();
     for row in &rows {
         add(row, &mut results)?;
@@ -196,7 +197,7 @@ mod tests {
             // Derive the scale of the plot from the largest median.
             let most = figures.iter().max_by(|a, b| a.median.total_cmp(&b.median));
             let most = figures.iter().position(|one| Some(one) == most).unwrap();
-            let start = 220.0;
+            let start = 290.0;
             let scale = (dots[most].number("cx") - start) / figures[most].median;
             for ((dot, range), figure) in dots.iter().zip(ranges).zip(figures) {
                 let at = |value: f64| start + scale * value;

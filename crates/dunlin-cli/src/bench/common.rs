@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use clap::Args;
 use dunlin::lane::provider::Provider;
-use dunlin_bench::Output;
+use dunlin_bench::{Output, available_bytes};
 
 use crate::options::parse_bytes;
 
@@ -27,11 +27,7 @@ pub(super) struct Common {
 impl Common {
     pub(super) fn check(&self) -> Result<()> {
         ensure!(self.rounds > 0, "--rounds must be 1 or more");
-        ensure!(
-            self.size >= 64 << 20 && self.size.is_multiple_of(2 << 20),
-            "--size must be a multiple of 2 MiB, and 64M or more"
-        );
-        Ok(())
+        check_size(self.size, 2 * u128::from(self.size))
     }
 
     /// The crypto libraries to measure.
@@ -41,4 +37,21 @@ impl Common {
             None => Provider::built_in().to_vec(),
         }
     }
+}
+
+/// Checks a `--size` of memory and the amount of memory that both ends need for it, in bytes.
+pub(super) fn check_size(size: u64, needed: u128) -> Result<()> {
+    ensure!(
+        size >= 64 << 20 && size.is_multiple_of(2 << 20),
+        "--size must be a multiple of 2 MiB, and 64M or more"
+    );
+    let available = u128::from(available_bytes()?);
+    ensure!(
+        needed <= available,
+        "--size is too large for this host, use a smaller one: both ends need {} MiB together, and {} \
+         MiB are available",
+        needed >> 20,
+        available >> 20
+    );
+    Ok(())
 }

@@ -49,7 +49,7 @@ impl Connections {
         let cpus = std::thread::available_parallelism()?.get();
         let mut results = Results::default();
         let steps = self.common.rounds * LANES.len();
-        let mut progress = self.common.output.progress(steps);
+        let mut progress = self.common.output.progress(steps)?;
         for _ in 0..self.common.rounds {
             let mut one_lane = 0.0;
             for lanes in LANES {

@@ -1,4 +1,4 @@
-//! The minimum cost of any encrypted transfer of guest memory on this host. It is the sum of two
+//! A reference for the cost of an encrypted transfer of guest memory on this host: the sum of two
 //! measurements that use guest memory as lanes do.
 //!
 //! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection,
@@ -30,7 +30,7 @@ const WRITE_BYTES: usize = 1 << 20;
 /// Number of records in the buffer of a thread that seals and opens.
 const RECORDS: usize = BATCH_BYTES / CONTENT_BYTES;
 
-/// Measures the minimum cost of a transfer of `bytes` from `source` to `target`.
+/// Measures the reference cost of a transfer of `bytes` from `source` to `target`.
 pub(super) fn floor(
     source: &MappedMemory,
     target: &MappedMemory,

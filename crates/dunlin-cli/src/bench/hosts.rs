@@ -140,7 +140,7 @@ impl BetweenHosts {
         control.send(&offer)?;
         let mut results = Results::default();
         let steps = (rounds + 1) * counts.len() * VARIANTS.len();
-        let mut progress = bench.output.progress(steps);
+        let mut progress = bench.output.progress(steps)?;
         for round in 0..=rounds {
             for &lanes in counts {
                 for (variant, ipsec) in VARIANTS {

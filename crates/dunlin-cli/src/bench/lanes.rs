@@ -44,7 +44,7 @@ impl Lanes {
         let mut results = Results::default();
         let rounds = 0..=self.common.rounds;
         let steps = rounds.clone().count() * counts.len() * providers.len();
-        let mut progress = self.common.output.progress(steps);
+        let mut progress = self.common.output.progress(steps)?;
         let mut configurations = 0;
         for round in rounds {
             for &lanes in &counts {

@@ -15,7 +15,7 @@ use clap::Subcommand;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Cost of securing a lane, relative to the floor (the minimum cost): plain and TLS lanes, for
+    /// Cost of securing a lane, relative to the floor (a reference): plain and TLS lanes, for
     /// each crypto library and 1, 2 and 4 lanes.
     Lanes(lanes::Lanes),
     /// Throughput by number of lanes, when the network limits each connection.
@@ -24,7 +24,7 @@ pub(crate) enum Command {
     /// and with two.
     Thrash(thrash::Thrash),
     /// Whole migrations into new memory, from the command to the running guest, relative to the
-    /// floor, which is the minimum cost.
+    /// floor, which is a reference for the cost.
     Whole(whole::Whole),
 }
 

@@ -56,7 +56,7 @@ impl Thrash {
         let provider = dunlin::lane::fastest::auto().provider;
         let mut results = Results::default();
         let steps = self.rounds * rates.len() * LANES.len();
-        let mut progress = self.output.progress(steps);
+        let mut progress = self.output.progress(steps)?;
         for _ in 0..self.rounds {
             for &rate in rates {
                 let pages_per_s = rate / PAGE_BYTES;

@@ -1,7 +1,7 @@
 //! `dunlin bench whole`: whole migrations into new memory, from the command to the running guest.
 //!
 //! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor
-//! ([`super::floor`]) is the minimum cost of a transfer. This bench measures the
+//! ([`super::floor`]) is a reference for the cost of a transfer. This bench measures the
 //! floor with destination memory that has not been touched, so the floor includes the cost of
 //! populating that memory.
 
@@ -11,11 +11,12 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
 
+use super::common::check_size;
 use super::floor;
 use super::rig::{fresh_memory, memory};
 use super::thrash::iterations;
 use crate::line::MovedLine;
-use crate::options::{MigrateFlags, parse_bytes};
+use crate::options::{MigrateFlags, parse_bytes, parse_lanes};
 use crate::process::{Pair, Scratch};
 
 /// Pages that a writing guest writes per second, which amounts to 100 MiB/s.
@@ -39,7 +40,7 @@ pub(crate) struct Whole {
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..=100))]
     content: u64,
     /// Number of lanes; repeatable [default: 2 and 4].
-    #[arg(long)]
+    #[arg(long, value_name = "N", value_parser = parse_lanes())]
     lanes: Vec<u16>,
     /// Do not write to unused memory of the host before each migration.
     #[arg(long)]
@@ -73,6 +74,9 @@ struct Measured {
 impl Whole {
     pub(super) fn run(&self) -> Result<()> {
         ensure!(self.rounds > 0, "--rounds must be 1 or more");
+        for &size in &self.sizes {
+            check_size(size, 2 * u128::from(size) * u128::from(self.content) / 100)?;
+        }
         let lanes = match &self.lanes[..] {
             [] => &[2, 4],
             some => some,
@@ -80,7 +84,7 @@ impl Whole {
         let scratch = Scratch::with_identities("bench")?;
         let mut results = Results::default();
         let steps = self.rounds * self.sizes.len() * lanes.len() * (1 + GUESTS.len());
-        let mut progress = self.output.progress(steps);
+        let mut progress = self.output.progress(steps)?;
         for _ in 0..self.rounds {
             for &size in &self.sizes {
                 for &lanes in lanes {
