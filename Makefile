@@ -53,10 +53,10 @@ audit:
 # 250 for a relay's TLS 1.3 records, which are sealed and opened without copies, and 60 for longer texts of
 # errors, and 140 for a limit on the lanes' threads of a tunnel that send at once, and 5 for files that several
 # processes replace at the same time, and 85 for ratios of the benchmarks to their peers, round by round, and 35 for
-# plain lanes that copy no pages, and 155 for a plot over the number of lanes, and for benchmarks that record stolen
+# plain lanes that copy no pages, and 156 for a plot over the number of lanes, and for benchmarks that record stolen
 # time, vary the order of their turns and check their options before they run.
 # A change that raises the limit states its reason here.
-LINES_LIMIT = 71540
+LINES_LIMIT = 71541
 
 # Runs the checks that CI runs before the tests.
 check:

@@ -64,15 +64,18 @@ impl Output {
             fs::write(path, report::page(results))
                 .with_context(|| format!("cannot write the report {}", path.display()))
         });
-        let mut out = io::stdout().lock();
-        let printed = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        let printed = put(io::stdout().lock(), &text);
         report.transpose()?;
-        match printed {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                Err(error).context("cannot write the results to standard output")
-            }
-            _ => Ok(()),
-        }
+        printed.context("cannot write the results to standard output")
+    }
+}
+
+/// Writes all of `text`, unless the reader of a pipe has closed it.
+fn put(mut out: impl Write, text: &str) -> io::Result<()> {
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
     }
 }
 
@@ -80,6 +83,15 @@ impl Output {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lost_results_are_an_error_but_not_if_the_reader_has_closed_the_pipe() {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        assert!(put(full, "results").is_err());
+        let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+        drop(far);
+        put(near, "results").unwrap();
+    }
 
     #[test]
     fn a_report_that_could_not_be_written_is_an_error_before_the_run() {

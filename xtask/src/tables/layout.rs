@@ -261,7 +261,7 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             let total = Places(1).write(median(row, "total_s")?);
             Ok(format!("{total} s, {:.0} ms", median(row, "downtime_ms")?))
         };
-        Ok(format!("{}; multifd {}", over(1)?, over(4)?))
+        Ok(format!("{} (multifd {})", over(1)?, over(4)?))
     };
     let writing = |lanes: u64| -> Result<String> {
         let row = thrash.row(&[
@@ -312,11 +312,8 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             format!("a pair of stunnels: {} GiB/s", through("stunnel", "tcp")?),
         ),
         row(
-            "QEMU guest of 2 GiB that writes, downtime limit of 50 ms: total, downtime",
-            format!(
-                "through a tunnel with two lanes: one stream {}",
-                migrated("stripe-2")?
-            ),
+            "QEMU guest of 2 GiB that writes, one stream, downtime limit of 50 ms: total, downtime",
+            format!("through a tunnel with two lanes: {}", migrated("stripe-2")?),
             format!(
                 "no tunnel: QEMU's TLS {}; plain {}",
                 migrated("qemu-tls")?,

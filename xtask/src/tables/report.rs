@@ -197,7 +197,9 @@ mod tests {
             // Derive the scale of the plot from the largest median.
             let most = figures.iter().max_by(|a, b| a.median.total_cmp(&b.median));
             let most = figures.iter().position(|one| Some(one) == most).unwrap();
-            let start = 290.0;
+            let is_axis =
+                |tag: &&&Tag| tag.attributes.get("stroke") == Some(&"currentColor".into());
+            let start = plot.iter().find(is_axis).unwrap().number("x1");
             let scale = (dots[most].number("cx") - start) / figures[most].median;
             for ((dot, range), figure) in dots.iter().zip(ranges).zip(figures) {
                 let at = |value: f64| start + scale * value;

@@ -55,3 +55,16 @@ pub(super) fn check_size(size: u64, needed: u128) -> Result<()> {
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_size_is_whole_huge_pages_that_fit_into_this_host() {
+        assert!(check_size(64 << 20, 0).is_ok());
+        assert!(check_size(62 << 20, 0).is_err());
+        assert!(check_size((64 << 20) + 4096, 0).is_err());
+        assert!(check_size(64 << 20, 1 << 80).is_err());
+    }
+}
