@@ -89,23 +89,33 @@ fn name(row: &Row, conditions: &[String]) -> String {
     text
 }
 
+/// The colour of a row's variant, in all plots of the rows of a scenario.
+fn colour(row: &Row, rows: &[&Row]) -> &'static str {
+    let variants: Vec<_> = rows.iter().map(|row| row.condition("variant")).collect();
+    let variant = row.condition("variant");
+    let before: BTreeSet<_> = variants.iter().take_while(|one| **one != variant).collect();
+    COLOURS[before.len() % COLOURS.len()]
+}
+
+/// Round figures from 0 to at least `largest`, which is positive, with equal steps.
+fn marks(largest: f64) -> Vec<f64> {
+    let power = 10_f64.powf((largest / 5.0).log10().floor());
+    let steps = [1.0, 2.0, 5.0].map(|step| step * power);
+    let step = steps.into_iter().find(|step| step * 5.0 >= largest);
+    let step = step.unwrap_or(10.0 * power);
+    let count = (largest / step).ceil() as u32;
+    (0..=count).map(|mark| f64::from(mark) * step).collect()
+}
+
 /// Plots one line for each row that has the figure, from the minimum to the maximum, with a dot at
 /// the median. Plots nothing for fewer than two rows, or if no value is positive.
 fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     let conditions = differing(rows);
-    let mut variants: Vec<String> = Vec::new();
-    let mut lines: Vec<(String, usize, Spread)> = Vec::new();
+    let mut lines: Vec<(String, &str, Spread)> = Vec::new();
     for row in rows {
-        let Some(spread) = row.figure(figure) else {
-            continue;
-        };
-        let variant = row.condition("variant");
-        let colour = variants.iter().position(|known| *known == variant);
-        let colour = colour.unwrap_or_else(|| {
-            variants.push(variant);
-            variants.len() - 1
-        });
-        lines.push((name(row, &conditions), colour, spread));
+        if let Some(spread) = row.figure(figure) {
+            lines.push((name(row, &conditions), colour(row, rows), spread));
+        }
     }
     let largest = lines
         .iter()
@@ -113,36 +123,43 @@ fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     if lines.len() < 2 || largest <= 0.0 {
         return;
     }
-    let scale = (WIDTH - LEFT - RIGHT) / largest;
+    let marks = marks(largest);
+    let scale = (WIDTH - LEFT - RIGHT) / marks[marks.len() - 1];
     let height = ROW * lines.len() as f64 + 30.0;
     let _ = writeln!(
         body,
         "<figure><figcaption>{figure}</figcaption>\n\
          <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by variant\">"
     );
+    let bottom = ROW * lines.len() as f64 + 6.0;
+    axis(body, bottom, &marks, scale);
+    if figure.contains("against") && largest >= 1.0 {
+        let x = LEFT + scale;
+        let _ = writeln!(
+            body,
+            "<line x1=\"{x:.1}\" y1=\"0\" x2=\"{x:.1}\" y2=\"{bottom:.1}\" stroke=\"currentColor\" \
+             stroke-dasharray=\"2 3\"/>"
+        );
+    }
     for (at, (name, colour, spread)) in lines.iter().enumerate() {
         let y = ROW * (at as f64 + 0.5);
-        let colour = COLOURS[colour % COLOURS.len()];
         let x = |value: f64| LEFT + value * scale;
         let _ = writeln!(
             body,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
+            "<g><title>{} [{}–{}]</title><text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
              <line x1=\"{:.1}\" y1=\"{y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\" stroke=\"{colour}\" \
-             stroke-width=\"4\"/><circle cx=\"{:.1}\" cy=\"{y:.1}\" r=\"5\" fill=\"{colour}\">\
-             <title>{} [{}–{}]</title></circle>",
+             stroke-width=\"4\"/><circle cx=\"{:.1}\" cy=\"{y:.1}\" r=\"5\" fill=\"{colour}\"/></g>",
+            number(spread.median),
+            number(spread.min),
+            number(spread.max),
             LEFT - 10.0,
             y + 4.0,
             escaped(name),
             x(spread.min),
             x(spread.max),
             x(spread.median),
-            number(spread.median),
-            number(spread.min),
-            number(spread.max),
         );
     }
-    let bottom = ROW * lines.len() as f64 + 6.0;
-    axis(body, bottom, largest, scale);
     body.push_str("</svg></figure>\n");
 }
 
@@ -151,22 +168,22 @@ fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
 fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
     let mut conditions = differing(rows);
     conditions.retain(|name| name != "lanes");
-    let mut lines: Vec<(String, Vec<(u64, f64)>)> = Vec::new();
+    let mut lines: Vec<(String, &str, Vec<(u64, f64)>)> = Vec::new();
     for row in rows {
         let lanes = row.conditions.get("lanes").and_then(Value::as_u64);
         let (Some(lanes), Some(spread)) = (lanes, row.figure(figure)) else {
             continue;
         };
         let name = name(row, &conditions);
-        match lines.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, points)) => points.push((lanes, spread.median)),
-            None => lines.push((name, vec![(lanes, spread.median)])),
+        match lines.iter_mut().find(|(known, ..)| *known == name) {
+            Some((.., points)) => points.push((lanes, spread.median)),
+            None => lines.push((name, colour(row, rows), vec![(lanes, spread.median)])),
         }
     }
-    if lines.iter().all(|(_, points)| points.len() < 2) {
+    if lines.iter().all(|(.., points)| points.len() < 2) {
         return;
     }
-    let points = || lines.iter().flat_map(|(_, points)| points);
+    let points = || lines.iter().flat_map(|(.., points)| points);
     let largest = points().fold(0.0_f64, |most, (_, median)| most.max(*median));
     if largest <= 0.0 {
         return;
@@ -176,23 +193,23 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
     let counts: BTreeSet<u64> = points().map(|(lanes, _)| *lanes).collect();
     let gap = (WIDTH - LEFT - RIGHT) / (counts.len().max(2) - 1) as f64;
     let x = |lanes: u64| LEFT + counts.range(..lanes).count() as f64 * gap;
-    let y = |median: f64| bottom - median / largest * (bottom - 20.0);
+    let marks = marks(largest);
+    let y = |median: f64| bottom - median / marks[marks.len() - 1] * (bottom - 20.0);
     let _ = writeln!(
         body,
         "<figure><figcaption>{figure} by lanes</figcaption>\n\
          <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by lanes\">\
          <text x=\"{LEFT}\" y=\"{height}\">lanes (not to scale)</text>"
     );
-    for mark in 0..=4 {
-        let value = largest * f64::from(mark) / 4.0;
-        let (end, y) = (WIDTH - RIGHT, y(value));
+    for value in &marks {
+        let (end, y) = (WIDTH - RIGHT, y(*value));
         let _ = writeln!(
             body,
             "<line x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{end}\" y2=\"{y:.1}\" stroke=\"var(--line)\"/>\
              <text x=\"{}\" y=\"{:.1}\">{}</text>",
             end + 4.0,
             y + 4.0,
-            number(value)
+            number(*value)
         );
     }
     for lanes in &counts {
@@ -202,17 +219,22 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
             "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{lanes}</text>"
         );
     }
-    for (at, (name, points)) in lines.iter_mut().enumerate() {
+    let mut colours = Vec::new();
+    for (at, (name, colour, points)) in lines.iter_mut().enumerate() {
         let y_of_name = 20.0 + 18.0 * at as f64;
         points.sort_unstable_by_key(|(lanes, _)| *lanes);
-        let colour = COLOURS[at % COLOURS.len()];
+        let is_again = colours.contains(colour);
+        colours.push(*colour);
         let mut corners = Vec::new();
         for (lanes, median) in points {
             let (x, y) = (x(*lanes), y(*median));
             corners.push(format!("{x:.1},{y:.1}"));
             let _ = write!(
                 body,
-                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\" fill=\"{colour}\"/>"
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\" fill=\"{colour}\">\
+                 <title>{}: {}</title></circle>",
+                escaped(name),
+                number(*median)
             );
         }
         let _ = writeln!(
@@ -220,8 +242,8 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
             "<g stroke=\"{colour}\" stroke-width=\"3\" stroke-dasharray=\"{}\">\
              <polyline points=\"{}\" fill=\"none\"/><line x1=\"0\" y1=\"{y_of_name}\" x2=\"24\" y2=\"{y_of_name}\"/></g>\
              <text x=\"32\" y=\"{y_of_name}\" dy=\"4\">{}</text>",
-            // Each colour is used for a second line, which has dashes.
-            ["none", "6 3"][at / COLOURS.len() % 2],
+            // A line with the colour of one before it has dashes.
+            ["none", "6 3"][usize::from(is_again)],
             corners.join(" "),
             escaped(name)
         );
@@ -229,21 +251,20 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
     body.push_str("</svg></figure>\n");
 }
 
-/// A horizontal axis from 0 to `largest`, with five marks.
-fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
+/// A horizontal axis with marks.
+fn axis(body: &mut String, y: f64, marks: &[f64], scale: f64) {
     let _ = writeln!(
         body,
         "<line x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\" stroke=\"currentColor\"/>",
         WIDTH - RIGHT
     );
-    for mark in 0..=4 {
-        let value = largest * f64::from(mark) / 4.0;
+    for value in marks {
         let _ = writeln!(
             body,
             "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
             LEFT + value * scale,
             y + 18.0,
-            number(value)
+            number(*value)
         );
     }
 }
@@ -323,6 +344,32 @@ mod tests {
         assert_eq!((lines.len(), page.matches("r=\"4\"").count()), (2, 4));
         // The medians in the order of the numbers of lanes, up to the largest.
         assert!(lines[0].starts_with("\"290.0,153.3 515.0,86.7 740.0,20.0\""));
+    }
+
+    #[test]
+    fn marks_are_round_and_reach_the_largest_value() {
+        assert_eq!(marks(2.3), [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
+        assert_eq!(marks(1000.0), [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]);
+        assert_eq!(marks(0.07), [0.0, 0.02, 0.04, 0.06, 0.08]);
+    }
+
+    #[test]
+    fn a_variant_has_one_colour_and_a_plot_of_ratios_has_a_line_at_one() {
+        let mut results = Results::default();
+        for (variant, lanes) in [("floor", 1), ("tls", 1), ("floor", 2), ("tls", 2)] {
+            let line = results.line("lanes", variant).with("lanes", lanes);
+            line.figure("cpu_s_per_gib", 0.5)
+                .figure("cpu_against_floor", 1.5)
+                .add();
+        }
+        let page = page(&results);
+        // A dot for each row in both plots of ranges and in the plot over the lanes.
+        let dots = |at: usize| page.matches(&format!("fill=\"{}\">", COLOURS[at])).count();
+        let ranges = |at: usize| page.matches(&format!("fill=\"{}\"/>", COLOURS[at])).count();
+        assert_eq!([dots(0), dots(1), dots(2)], [2, 2, 0]);
+        assert_eq!([ranges(0), ranges(1), ranges(2)], [4, 4, 0]);
+        // The marks are 0, 0.5, 1 and 1.5, over 450 units.
+        assert_eq!(page.matches("x1=\"590.0\" y1=\"0\"").count(), 1);
     }
 
     #[test]
