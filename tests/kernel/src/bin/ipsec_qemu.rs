@@ -4,10 +4,12 @@
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{
-    Process, associations, connect, credentials, inside, nothing_left, status, until,
+    LIMIT, Process, associations, connect, credentials, inside, nothing_left, status, until,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_rig::debian::Qemu;
@@ -106,9 +108,7 @@ fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     });
     cancel(source).expect("the migration is in progress");
     drop(destination);
-    until("SAs are removed with their connections", || {
-        own(guest, "a").is_empty() && own(guest, "b").is_empty()
-    });
+    connections_have_no_sas(guest);
     source.next_beat().expect("the guest continues");
 }
 
@@ -158,7 +158,8 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
         .map(|one| one["connection"].to_string())
         .collect();
     assert_eq!(ports.len(), CHANNELS + 1, "{used:?}");
-    let carry = used.iter().filter(|one| bytes(one) > 1 << 20).count();
+    // QEMU does not share the pages equally, and the main connection carries less than 1 KiB.
+    let carry = used.iter().filter(|one| bytes(one) > 256 << 10).count();
     assert_eq!(
         carry, CHANNELS,
         "the SA of a connection carried no pages: {used:?}"
@@ -173,9 +174,25 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     );
     finish(source, "source").expect("the migration completes");
     finish(destination, "destination").expect("the migration completes");
-    until("SAs are removed with their connections", || {
-        own(guest, "a").is_empty() && own(guest, "b").is_empty()
-    });
+    connections_have_no_sas(guest);
+}
+
+/// Waits until no SA belongs to a connection, because SAs are removed with their connections.
+fn connections_have_no_sas(guest: &Guest) {
+    let limit = Instant::now() + LIMIT;
+    for host in ["a", "b"] {
+        while !own(guest, host).is_empty() {
+            if Instant::now() > limit {
+                println!("{:#?}", own(guest, host));
+                for host in ["a", "b"] {
+                    let sockets = guest.output("ip", &["netns", "exec", host, "ss", "-tanoi"]);
+                    println!("TCP sockets of {host}:\n{sockets}");
+                }
+                panic!("{host} still has SAs of connections");
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
 }
 
 /// Returns the outbound SAs of a host that belong to single connections.
