@@ -43,7 +43,6 @@ pub fn page(results: &Results) -> String {
             escaped(&scenario),
             escaped(&conditions)
         );
-        table(&mut body, &rows);
         for figure in figures(&rows) {
             if ["gib_per_s", "cpu_s_per_gib"].contains(&&*figure) {
                 by_lanes(&mut body, &figure, &rows);
@@ -53,6 +52,7 @@ pub fn page(results: &Results) -> String {
         for row in &rows {
             iterations(&mut body, row);
         }
+        table(&mut body, &rows);
     }
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
@@ -77,10 +77,11 @@ fn table(body: &mut String, rows: &[&Row]) {
     body.push_str("</table>\n");
 }
 
-/// The name of a row: its variant, and the values of `conditions`.
+/// The name of a row: its variant, and the values of `conditions`. A version, which belongs to the
+/// variant, is only in the table.
 fn name(row: &Row, conditions: &[String]) -> String {
     let mut text = row.condition("variant");
-    for condition in conditions {
+    for condition in conditions.iter().filter(|name| *name != "version") {
         let value = row.condition(condition);
         if !value.is_empty() {
             let _ = write!(text, ", {condition} {value}");
@@ -133,7 +134,8 @@ fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     );
     let bottom = ROW * lines.len() as f64 + 6.0;
     axis(body, bottom, &marks, scale);
-    if figure.contains("against") && largest >= 1.0 {
+    let is_ratio = figure.contains("against") || figure.ends_with("_ratio");
+    if is_ratio && largest >= 1.0 {
         let x = LEFT + scale;
         let _ = writeln!(
             body,
