@@ -54,9 +54,10 @@ audit:
 # errors, and 140 for a limit on the lanes' threads of a tunnel that send at once, and 5 for files that several
 # processes replace at the same time, and 85 for ratios of the benchmarks to their peers, round by round, and 35 for
 # plain lanes that copy no pages, and 156 for a plot over the number of lanes, and for benchmarks that record stolen
-# time, vary the order of their turns and check their options before they run.
+# time, vary the order of their turns and check their options before they run, and 18 for round marks, one colour for
+# each variant and a line at 1 in the plots.
 # A change that raises the limit states its reason here.
-LINES_LIMIT = 71541
+LINES_LIMIT = 71559
 
 # Runs the checks that CI runs before the tests.
 check:

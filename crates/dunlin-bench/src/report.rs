@@ -170,7 +170,7 @@ fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
 fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
     let mut conditions = differing(rows);
     conditions.retain(|name| name != "lanes");
-    let mut lines: Vec<(String, &str, Vec<(u64, f64)>)> = Vec::new();
+    let mut lines: Vec<(String, &str, Vec<_>)> = Vec::new();
     for row in rows {
         let lanes = row.conditions.get("lanes").and_then(Value::as_u64);
         let (Some(lanes), Some(spread)) = (lanes, row.figure(figure)) else {
