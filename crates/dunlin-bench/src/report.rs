@@ -201,7 +201,7 @@ fn by_lanes(body: &mut String, figure: &str, rows: &[&Row]) {
         body,
         "<figure><figcaption>{figure} by lanes</figcaption>\n\
          <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by lanes\">\
-         <text x=\"{LEFT}\" y=\"{height}\">lanes (not to scale)</text>"
+         <text x=\"{LEFT}\" y=\"{height}\" dy=\"-4\">lanes (not to scale)</text>"
     );
     for value in &marks {
         let (end, y) = (WIDTH - RIGHT, y(*value));
