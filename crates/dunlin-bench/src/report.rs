@@ -92,9 +92,9 @@ fn name(row: &Row, conditions: &[String]) -> String {
 
 /// The colour of a row's variant, in all plots of the rows of a scenario.
 fn colour(row: &Row, rows: &[&Row]) -> &'static str {
-    let variants: Vec<_> = rows.iter().map(|row| row.condition("variant")).collect();
     let variant = row.condition("variant");
-    let before: BTreeSet<_> = variants.iter().take_while(|one| **one != variant).collect();
+    let variants = rows.iter().map(|row| row.condition("variant"));
+    let before: BTreeSet<_> = variants.take_while(|one| *one != variant).collect();
     COLOURS[before.len() % COLOURS.len()]
 }
 
