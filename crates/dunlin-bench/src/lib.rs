@@ -17,4 +17,4 @@ mod touch;
 pub use output::Output;
 pub use progress::Progress;
 pub use results::{Comparison, Line, Results, Spread};
-pub use touch::{available_bytes, touch_physical_memory};
+pub use touch::{TouchedMemory, available_bytes, touch_physical_memory};

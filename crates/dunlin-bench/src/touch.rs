@@ -3,7 +3,7 @@
 use std::fs;
 
 use anyhow::{Context, Result};
-use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, advise_huge_pages, allocate, layout};
+use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, TrackedMemory, advise_huge_pages, allocate};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::process::bytes_of;
@@ -11,6 +11,9 @@ use crate::process::bytes_of;
 /// Bytes that stay free for the kernel and other programs.
 const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
+
+/// The unit in which [`TouchedMemory`] is freed.
+const PIECE_BYTES: u64 = 32 * HUGE_PAGE_BYTES;
 
 /// Allocates `bytes` bytes of memory, in huge pages if possible, writes to all of them, and frees
 /// them. Allocates at most the available memory minus a reserve of 1 GiB.
@@ -24,20 +27,50 @@ const AVAILABLE: &str = "MemAvailable:";
 /// # Errors
 /// `/proc/meminfo` cannot be read, or the memory cannot be mapped.
 pub fn touch_physical_memory(bytes: u64) -> Result<()> {
-    let most = available_bytes()?.saturating_sub(RESERVE_BYTES);
-    let bytes = bytes.min(most) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    if bytes == 0 {
-        return Ok(());
+    TouchedMemory::new(bytes).map(drop)
+}
+
+/// Memory that was written to, as by [`touch_physical_memory`], and is freed in parts. A measurement
+/// of many seconds needs this: a hypervisor may take free memory back after two seconds
+/// (`virtio_balloon`'s free page reporting).
+#[derive(Debug)]
+pub struct TouchedMemory(Vec<TrackedMemory>);
+
+impl TouchedMemory {
+    /// Allocates `bytes` bytes, rounded to 64 MiB, and writes to them.
+    ///
+    /// # Errors
+    /// See [`touch_physical_memory`].
+    pub fn new(bytes: u64) -> Result<Self> {
+        let most = available_bytes()?.saturating_sub(RESERVE_BYTES);
+        let count = bytes.min(most) / PIECE_BYTES;
+        (0..count)
+            .map(|_| touched_piece())
+            .collect::<Result<_>>()
+            .map(Self)
     }
-    let memory = allocate(bytes, Backing::Private)?;
+
+    /// The number of bytes that are allocated.
+    pub fn bytes(&self) -> u64 {
+        self.0.len() as u64 * PIECE_BYTES
+    }
+
+    /// Frees memory until at most `bytes` bytes are left.
+    pub fn free_to(&mut self, bytes: u64) {
+        let pieces = bytes / PIECE_BYTES;
+        self.0
+            .truncate(usize::try_from(pieces).unwrap_or(usize::MAX));
+    }
+}
+
+fn touched_piece() -> Result<TrackedMemory> {
+    let memory = allocate(PIECE_BYTES, Backing::Private)?;
     advise_huge_pages(&memory);
-    let piece = vec![0; HUGE_PAGE_BYTES as usize];
-    for (start, length) in layout(bytes) {
-        for offset in (0..length).step_by(piece.len()) {
-            memory.write_slice(&piece, GuestAddress(start + offset))?;
-        }
+    let page = vec![0; HUGE_PAGE_BYTES as usize];
+    for offset in (0..PIECE_BYTES).step_by(page.len()) {
+        memory.write_slice(&page, GuestAddress(offset))?;
     }
-    Ok(())
+    Ok(memory)
 }
 
 /// Returns the amount of memory that a process can still use.
@@ -54,8 +87,21 @@ pub fn available_bytes() -> Result<u64> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn touched_memory_is_freed_in_pieces() {
+        let mut memory = TouchedMemory::new(3 * PIECE_BYTES + 1).unwrap();
+        assert_eq!(memory.bytes(), 3 * PIECE_BYTES);
+        memory.free_to(4 * PIECE_BYTES);
+        assert_eq!(memory.bytes(), 3 * PIECE_BYTES);
+        memory.free_to(2 * PIECE_BYTES - 1);
+        assert_eq!(memory.bytes(), PIECE_BYTES);
+        memory.free_to(0);
+        assert_eq!(memory.bytes(), 0);
+    }
 
     #[test]
     fn available_memory_is_read_in_bytes() {

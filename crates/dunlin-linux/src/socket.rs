@@ -280,6 +280,18 @@ pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     option::set_int(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
+/// Enlarges a TCP connection's receive window to `bytes`, or to half of the system's limit
+/// (`net.ipv4.tcp_rmem`) if that is less. Never makes it smaller. Unlike with [`set_buffers`], the
+/// kernel continues to tune the size.
+///
+/// # Errors
+/// An error from setsockopt(2).
+pub fn widen_receive_window(socket: impl AsFd, bytes: u32) -> io::Result<()> {
+    // The buffer keeps the size that the option gave it (tcp_set_rcvlowat() in net/ipv4/tcp.c).
+    set_readable_from(&socket, bytes)?;
+    set_readable_from(&socket, 1)
+}
+
 /// Makes the connection end with a reset when its last descriptor is closed: unsent data is
 /// dropped, and the peer reads an error instead of the end (`SO_LINGER` of zero seconds,
 /// socket(7)).
@@ -598,6 +610,20 @@ mod tests {
         assert!(!wait_readable(&near, brief()).unwrap());
         // The end of the connection makes the socket readable, even with fewer bytes.
         drop(far);
+        assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
+    }
+
+    #[test]
+    fn a_wide_receive_window_takes_more_bytes_and_wakes_the_reader_for_one() {
+        let receive_buffer = |socket: &TcpStream| sockopt::socket_recv_buffer_size(socket).unwrap();
+        let (near, mut far) = pair();
+        let before = receive_buffer(&near);
+        widen_receive_window(&near, 1 << 20).unwrap();
+        let after = receive_buffer(&near);
+        assert!(after > before && after >= 1 << 20, "{before}, {after}");
+        widen_receive_window(&near, 1).unwrap();
+        assert_eq!(receive_buffer(&near), after);
+        far.write_all(b"1").unwrap();
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
     }
 

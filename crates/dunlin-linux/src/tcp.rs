@@ -138,6 +138,17 @@ pub fn traffic(socket: impl AsFd) -> io::Result<Traffic> {
     })
 }
 
+/// The smoothed round-trip time of a connection, as its TCP measures it (`tcpi_rtt` of
+/// `TCP_INFO`).
+///
+/// # Errors
+/// An error from getsockopt(2).
+pub fn round_trip(socket: impl AsFd) -> io::Result<Duration> {
+    let (info, _) = info(socket)?;
+    let microseconds = option::number(&info, offset_of!(libc::tcp_info, tcpi_rtt));
+    Ok(Duration::from_micros(microseconds.into()))
+}
+
 /// Whether the connection is established and neither side has closed it (`tcpi_state` of
 /// `TCP_INFO`).
 ///

@@ -10,9 +10,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::{DataReceiver, PlainConsent};
 use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
 use dunlin_test_base::Scratch;
+use rustix::net::sockopt::socket_recv_buffer_size;
 
 const PORT: u16 = 4444;
 
@@ -138,6 +140,30 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
         let (stream, accepted) = connect(&near, &far, address);
         let time = transfer(stream, accepted, 32 << 20);
         println!("32 MiB over this line: {time:?}");
+    }
+}
+
+#[test]
+fn a_lane_begins_with_a_wide_receive_window_only_on_a_long_link() {
+    for (delay, is_wide) in [(None, false), (Some(Duration::from_millis(20)), true)] {
+        let options = LinkOptions {
+            delay,
+            ..LinkOptions::default()
+        };
+        let Some((near, far, link)) = pair(&options) else {
+            return;
+        };
+        let (_stream, accepted) = connect(&near, &far, link.address(&far, Family::V4));
+        let socket = accepted.try_clone().unwrap();
+        let consent = PlainConsent::both(true, true).unwrap();
+        let before = socket_recv_buffer_size(&socket).unwrap();
+        let _lane = DataReceiver::plain(accepted, consent, Duration::from_secs(1)).unwrap();
+        let after = socket_recv_buffer_size(&socket).unwrap();
+        assert_eq!(
+            after > before,
+            is_wide,
+            "{before} and {after} bytes, {delay:?}"
+        );
     }
 }
 

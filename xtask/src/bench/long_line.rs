@@ -9,7 +9,8 @@
 //! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. Two figures
 //! of the kernel show which buffer limits a lane. Both are parts of the time in which the lane has
 //! data to send: in one part the peer's receive window is full (`tcpi_rwnd_limited`, tcp(7)), in
-//! the other the lane's own send buffer is full (`tcpi_sndbuf_limited`).
+//! the other the lane's own send buffer is full (`tcpi_sndbuf_limited`). A third figure shows
+//! whether packets were lost: the share of the bytes that TCP sent again.
 
 use std::fmt;
 use std::fs;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use dunlin_bench::{Output, Results, touch_physical_memory};
+use dunlin_bench::{Output, Results, TouchedMemory};
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 
 use super::vm::{DESTINATION, Files, Process, SOURCE, number};
@@ -45,6 +46,9 @@ pub struct LongLineOptions {
     /// Rate of each lane in MiB/s.
     #[arg(long, value_name = "MIB", default_value_t = 50)]
     lane_rate: u16,
+    /// Congestion controls of TCP, for instance `cubic,bbr`. The default is the kernel's.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    congestion_control: Vec<String>,
     #[command(flatten)]
     output: Output,
 }
@@ -65,18 +69,26 @@ enum Buffers {
     Large,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Turn {
     buffers: Buffers,
+    congestion_control: String,
     rtt_ms: u16,
 }
 
 impl fmt::Display for Turn {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (buffers, rtt_ms) = (self.buffers.name(), self.rtt_ms);
-        write!(out, "{buffers}, round trip {rtt_ms} ms")
+        let congestion_control = &self.congestion_control;
+        write!(
+            out,
+            "{buffers}, {congestion_control}, round trip {rtt_ms} ms"
+        )
     }
 }
+
+/// The file with the congestion control of new connections, in each network namespace.
+const CONGESTION_CONTROL: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 
 impl Buffers {
     fn name(self) -> &'static str {
@@ -104,17 +116,32 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
     ensure!(options.rounds > 0, "--rounds must be 1 or more");
     let bench = Bench::new(options)?;
     let mut turns = Vec::new();
+    let congestion_controls = match options.congestion_control.as_slice() {
+        [] => {
+            let own = fs::read_to_string(CONGESTION_CONTROL)
+                .with_context(|| format!("cannot read {CONGESTION_CONTROL}"))?;
+            vec![own.trim().to_owned()]
+        }
+        named => named.to_vec(),
+    };
     for buffers in [Buffers::Large, Buffers::Default] {
-        let of = |&rtt_ms| Turn { buffers, rtt_ms };
-        turns.extend(options.rtt_ms.iter().map(of));
+        for congestion_control in &congestion_controls {
+            let of = |&rtt_ms| Turn {
+                buffers,
+                congestion_control: congestion_control.clone(),
+                rtt_ms,
+            };
+            turns.extend(options.rtt_ms.iter().map(of));
+        }
     }
     let mut results = Results::default();
     let mut progress = options.output.progress(options.rounds * turns.len())?;
     let measured = turns::rounds(options.rounds, &turns, &mut results, |turn, results| {
         progress.step(&turn.to_string());
-        let measured = bench.migrate(*turn)?;
+        let measured = bench.migrate(turn)?;
         results
             .line("long-line", turn.buffers.name())
+            .with("congestion_control", turn.congestion_control.as_str())
             .with("rtt_ms", turn.rtt_ms)
             .with("lanes", options.lanes)
             .with("lane_rate", u64::from(options.lane_rate) << 20)
@@ -125,6 +152,10 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
             .figure("downtime_ms", measured.downtime_ms)
             .figure("rwnd_limited_percent", measured.held.rwnd_percent())
             .figure("sndbuf_limited_percent", measured.held.sndbuf_percent())
+            .figure(
+                "retransmitted_percent",
+                measured.held.retransmitted_percent(),
+            )
             .add();
         Ok(())
     });
@@ -162,7 +193,7 @@ impl<'a> Bench<'a> {
         vm
     }
 
-    fn migrate(&self, turn: Turn) -> Result<Measured> {
+    fn migrate(&self, turn: &Turn) -> Result<Measured> {
         let (source, destination) = (Host::new("source")?, Host::new("destination")?);
         let line = LinkOptions {
             delay: Some(Duration::from_micros(500 * u64::from(turn.rtt_ms))),
@@ -173,11 +204,17 @@ impl<'a> Bench<'a> {
         for host in [&source, &destination] {
             host.run(|| turn.buffers.set())?
                 .context("cannot set the limits of socket buffers")?;
+            let name = &turn.congestion_control;
+            host.run(|| fs::write(CONGESTION_CONTROL, name))?
+                .with_context(|| {
+                    format!(
+                        "cannot use the congestion control {name}: it must be in \
+                         net.ipv4.tcp_allowed_congestion_control"
+                    )
+                })?;
         }
         let there = SocketAddr::new(link.address(&destination, Family::V4), 7400);
         let size = format!("{}M", self.options.size);
-        // The shift multiplies by 2 MiB, so this is twice the guest's memory.
-        touch_physical_memory(u64::from(self.options.size) << 21)?;
         let mut receive = self.vm(&destination, "destination", "receive");
         receive
             .args(["--listen", &there.to_string(), "--peer", SOURCE])
@@ -199,9 +236,10 @@ impl<'a> Bench<'a> {
             .args(["--lane-rate", &format!("{}M", self.options.lane_rate)])
             .arg("--identity")
             .arg(self.files.path("source"));
+        let mut memory = Memory::new(self.options)?;
         let ended = AtomicBool::new(false);
         let (held, moved, total) = thread::scope(|scope| {
-            let readings = scope.spawn(|| held_back(&source, &there, &ended));
+            let readings = scope.spawn(|| held_back(&source, &there, &mut memory, &ended));
             let began = Instant::now();
             let moved = Process::spawn(migrate).and_then(|mut it| it.wait_for("moved"));
             let total = began.elapsed();
@@ -223,7 +261,36 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Times in milliseconds, summed over all connections to an address, from the output of
+/// Memory for the destination, which takes it during the migration.
+struct Memory {
+    touched: TouchedMemory,
+    total_bytes: u64,
+    bytes_per_s: f64,
+}
+
+/// The destination may take this much more memory than the lanes can have carried, for buffers.
+const MEMORY_AHEAD_BYTES: u64 = 512 << 20;
+
+impl Memory {
+    fn new(options: &LongLineOptions) -> Result<Self> {
+        let total_bytes = (u64::from(options.size) << 20) + MEMORY_AHEAD_BYTES;
+        let rate = u64::from(options.lanes) * (u64::from(options.lane_rate) << 20);
+        Ok(Self {
+            touched: TouchedMemory::new(total_bytes)?,
+            total_bytes,
+            bytes_per_s: rate as f64,
+        })
+    }
+
+    /// Frees what the destination may have taken after `elapsed`.
+    fn free(&mut self, elapsed: Duration) {
+        let carried = (self.bytes_per_s * elapsed.as_secs_f64()) as u64;
+        let taken = carried + MEMORY_AHEAD_BYTES;
+        self.touched.free_to(self.total_bytes.saturating_sub(taken));
+    }
+}
+
+/// Times in milliseconds and bytes, summed over all connections to an address, from the output of
 /// `ss --tcp --info`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Held {
@@ -233,14 +300,18 @@ struct Held {
     rwnd_limited_ms: f64,
     /// The time in which this side's send buffer was full and all data in it was in flight.
     sndbuf_limited_ms: f64,
+    sent_bytes: f64,
+    /// The part of `sent_bytes` that was sent again.
+    retransmitted_bytes: f64,
 }
 
 impl Held {
     fn read(text: &str) -> Self {
         let sum = |name: &str| {
             text.split_whitespace()
-                .filter_map(|field| field.strip_prefix(name)?.split_once("ms"))
-                .filter_map(|(milliseconds, _)| milliseconds.parse::<f64>().ok())
+                .filter_map(|field| field.strip_prefix(name))
+                // Some times are followed by a share in parentheses: `300ms(20.0%)`.
+                .filter_map(|value| value.split("ms").next()?.parse::<f64>().ok())
                 // `Iterator::sum` would return -0 if there are no numbers.
                 .fold(0.0, |sum, one| sum + one)
         };
@@ -248,6 +319,8 @@ impl Held {
             busy_ms: sum("busy:"),
             rwnd_limited_ms: sum("rwnd_limited:"),
             sndbuf_limited_ms: sum("sndbuf_limited:"),
+            sent_bytes: sum("bytes_sent:"),
+            retransmitted_bytes: sum("bytes_retrans:"),
         }
     }
 
@@ -258,14 +331,25 @@ impl Held {
     fn sndbuf_percent(self) -> f64 {
         100.0 * self.sndbuf_limited_ms / self.busy_ms.max(1.0)
     }
+
+    fn retransmitted_percent(self) -> f64 {
+        100.0 * self.retransmitted_bytes / self.sent_bytes.max(1.0)
+    }
 }
 
-/// Reads the figures of a host's connections until `ended`. Returns the reading with the longest
-/// busy time, because later readings lack the lanes that have closed before the migration ends.
-fn held_back(host: &Host, to: &SocketAddr, ended: &AtomicBool) -> Result<Held> {
+/// Reads the figures of a host's connections, and frees `memory`, until `ended`. Returns the reading
+/// with the longest busy time, because later readings lack the lanes that have closed before the
+/// migration ends.
+fn held_back(
+    host: &Host,
+    to: &SocketAddr,
+    memory: &mut Memory,
+    ended: &AtomicBool,
+) -> Result<Held> {
     let mut last = Held::default();
-    let until = Instant::now() + LIMIT;
-    while !ended.load(Ordering::Acquire) && Instant::now() < until {
+    let began = Instant::now();
+    while !ended.load(Ordering::Acquire) && began.elapsed() < LIMIT {
+        memory.free(began.elapsed());
         let said = host
             .command("ss")
             .args(["--tcp", "--info", "--no-header", "--numeric", "dst"])
@@ -289,8 +373,9 @@ mod tests {
     #[test]
     fn the_times_of_all_connections_are_added() {
         let text = "ESTAB 0 1 10.77.1.1:5 10.77.1.2:7400 \n\t cubic wscale:7,7 rto:204 \
+                    bytes_sent:900 bytes_retrans:100 bytes_acked:800 \
                     busy:1500ms rwnd_limited:300ms(20.0%) sndbuf_limited:900ms(60.0%) retrans:0/1\n\
-                    ESTAB 0 0 10.77.1.1:6 10.77.1.2:7400 \n\t cubic busy:500ms \
+                    ESTAB 0 0 10.77.1.1:6 10.77.1.2:7400 \n\t cubic bytes_sent:1100 busy:500ms \
                     sndbuf_limited:100ms(20.0%)\n";
         let held = Held::read(text);
         assert_eq!(
@@ -299,9 +384,12 @@ mod tests {
                 busy_ms: 2000.0,
                 rwnd_limited_ms: 300.0,
                 sndbuf_limited_ms: 1000.0,
+                sent_bytes: 2000.0,
+                retransmitted_bytes: 100.0,
             }
         );
         assert_eq!((held.rwnd_percent(), held.sndbuf_percent()), (15.0, 50.0));
+        assert!((held.retransmitted_percent() - 5.0).abs() < f64::EPSILON);
     }
 
     #[test]

@@ -24,6 +24,10 @@ pub struct LinkOptions {
     pub mtu_bytes: Option<u32>,
 }
 
+/// The number of packets that wait for the thread of a link with a delay, per direction. With the
+/// default of 500, packets are lost if the thread does not run for some milliseconds.
+const DELAYED_QUEUE: &str = "10000";
+
 /// An address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
@@ -262,6 +266,9 @@ impl Link {
             let mtu = self.mtu_bytes.to_string();
             let ip = |arguments: &[&str]| ip(&[&name, arguments].concat());
             ip(&["link", "set", interface, "mtu", &mtu, "up"])?;
+            if self.delay.is_some() {
+                ip(&["link", "set", interface, "txqueuelen", DELAYED_QUEUE])?;
+            }
             ip(&[
                 "address",
                 "replace",
