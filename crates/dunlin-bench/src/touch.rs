@@ -93,7 +93,8 @@ mod tests {
 
     #[test]
     fn touched_memory_is_freed_in_pieces() {
-        let mut memory = TouchedMemory::new(3 * PIECE_BYTES + 1).unwrap();
+        let pieces = (0..3).map(|_| touched_piece().unwrap());
+        let mut memory = TouchedMemory(pieces.collect());
         assert_eq!(memory.bytes(), 3 * PIECE_BYTES);
         memory.free_to(4 * PIECE_BYTES);
         assert_eq!(memory.bytes(), 3 * PIECE_BYTES);

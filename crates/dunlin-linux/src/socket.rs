@@ -280,13 +280,14 @@ pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     option::set_int(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
-/// Enlarges a TCP connection's receive window to `bytes`, or to half of the system's limit
-/// (`net.ipv4.tcp_rmem`) if that is less. Never makes it smaller. Unlike with [`set_buffers`], the
-/// kernel continues to tune the size.
+/// Lets a TCP connection's receive window grow to `bytes` as data arrives, before the reader has read
+/// any. A new connection's window grows to 64 KiB only, and then with what is read. Half of the
+/// system's limit (`net.ipv4.tcp_rmem`) is the most; the limit never becomes lower. Unlike with
+/// [`set_buffers`], the kernel continues to tune the size.
 ///
 /// # Errors
 /// An error from setsockopt(2).
-pub fn widen_receive_window(socket: impl AsFd, bytes: u32) -> io::Result<()> {
+pub fn let_receive_window_grow(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     // The buffer keeps the size that the option gave it (tcp_set_rcvlowat() in net/ipv4/tcp.c).
     set_readable_from(&socket, bytes)?;
     set_readable_from(&socket, 1)
@@ -614,14 +615,14 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_receive_window_takes_more_bytes_and_wakes_the_reader_for_one() {
+    fn a_receive_window_may_grow_and_the_reader_wakes_for_one_byte() {
         let receive_buffer = |socket: &TcpStream| sockopt::socket_recv_buffer_size(socket).unwrap();
         let (near, mut far) = pair();
         let before = receive_buffer(&near);
-        widen_receive_window(&near, 1 << 20).unwrap();
+        let_receive_window_grow(&near, 1 << 20).unwrap();
         let after = receive_buffer(&near);
         assert!(after > before && after >= 1 << 20, "{before}, {after}");
-        widen_receive_window(&near, 1).unwrap();
+        let_receive_window_grow(&near, 1).unwrap();
         assert_eq!(receive_buffer(&near), after);
         far.write_all(b"1").unwrap();
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());

@@ -144,8 +144,8 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
 }
 
 #[test]
-fn a_lane_begins_with_a_wide_receive_window_only_on_a_long_link() {
-    for (delay, is_wide) in [(None, false), (Some(Duration::from_millis(20)), true)] {
+fn the_receive_window_of_a_lane_may_grow_at_once_on_a_long_link_only() {
+    for (delay, may_grow) in [(None, false), (Some(Duration::from_millis(20)), true)] {
         let options = LinkOptions {
             delay,
             ..LinkOptions::default()
@@ -161,7 +161,7 @@ fn a_lane_begins_with_a_wide_receive_window_only_on_a_long_link() {
         let after = socket_recv_buffer_size(&socket).unwrap();
         assert_eq!(
             after > before,
-            is_wide,
+            may_grow,
             "{before} and {after} bytes, {delay:?}"
         );
     }

@@ -236,10 +236,10 @@ impl<'a> Bench<'a> {
             .args(["--lane-rate", &format!("{}M", self.options.lane_rate)])
             .arg("--identity")
             .arg(self.files.path("source"));
-        let mut memory = Memory::new(self.options)?;
+        let memory = Memory::new(self.options)?;
         let ended = AtomicBool::new(false);
         let (held, moved, total) = thread::scope(|scope| {
-            let readings = scope.spawn(|| held_back(&source, &there, &mut memory, &ended));
+            let readings = scope.spawn(|| held_back(&source, &there, memory, &ended));
             let began = Instant::now();
             let moved = Process::spawn(migrate).and_then(|mut it| it.wait_for("moved"));
             let total = began.elapsed();
@@ -265,27 +265,24 @@ impl<'a> Bench<'a> {
 struct Memory {
     touched: TouchedMemory,
     total_bytes: u64,
-    bytes_per_s: f64,
 }
 
-/// The destination may take this much more memory than the lanes can have carried, for buffers.
+/// The destination may take this much more memory than the lanes have sent, for buffers and for what
+/// the lanes send between two readings.
 const MEMORY_AHEAD_BYTES: u64 = 512 << 20;
 
 impl Memory {
     fn new(options: &LongLineOptions) -> Result<Self> {
         let total_bytes = (u64::from(options.size) << 20) + MEMORY_AHEAD_BYTES;
-        let rate = u64::from(options.lanes) * (u64::from(options.lane_rate) << 20);
         Ok(Self {
             touched: TouchedMemory::new(total_bytes)?,
             total_bytes,
-            bytes_per_s: rate as f64,
         })
     }
 
-    /// Frees what the destination may have taken after `elapsed`.
-    fn free(&mut self, elapsed: Duration) {
-        let carried = (self.bytes_per_s * elapsed.as_secs_f64()) as u64;
-        let taken = carried + MEMORY_AHEAD_BYTES;
+    /// Frees what the destination may have taken after the lanes have sent `bytes`.
+    fn free(&mut self, bytes: u64) {
+        let taken = bytes + MEMORY_AHEAD_BYTES;
         self.touched.free_to(self.total_bytes.saturating_sub(taken));
     }
 }
@@ -340,16 +337,10 @@ impl Held {
 /// Reads the figures of a host's connections, and frees `memory`, until `ended`. Returns the reading
 /// with the longest busy time, because later readings lack the lanes that have closed before the
 /// migration ends.
-fn held_back(
-    host: &Host,
-    to: &SocketAddr,
-    memory: &mut Memory,
-    ended: &AtomicBool,
-) -> Result<Held> {
+fn held_back(host: &Host, to: &SocketAddr, mut memory: Memory, ended: &AtomicBool) -> Result<Held> {
     let mut last = Held::default();
     let began = Instant::now();
     while !ended.load(Ordering::Acquire) && began.elapsed() < LIMIT {
-        memory.free(began.elapsed());
         let said = host
             .command("ss")
             .args(["--tcp", "--info", "--no-header", "--numeric", "dst"])
@@ -358,6 +349,7 @@ fn held_back(
             .context("cannot start ss")?;
         ensure!(said.status.success(), "ss failed: {said:?}");
         let read = Held::read(&String::from_utf8_lossy(&said.stdout));
+        memory.free((read.sent_bytes - read.retransmitted_bytes) as u64);
         if read.busy_ms >= last.busy_ms {
             last = read;
         }

@@ -398,6 +398,7 @@ fn lanes(kept: &[Kept]) -> Result<Cells> {
 fn long_line(kept: &[Kept]) -> Result<Cells> {
     let mut table = vec![header(&[
         "socket buffers",
+        "congestion control",
         "round trip, ms",
         "first pass, GiB/s",
         "total, s",
@@ -407,6 +408,7 @@ fn long_line(kept: &[Kept]) -> Result<Cells> {
     for row in &kept[0].rows {
         table.push(vec![
             row.text("variant")?.to_owned(),
+            row.text("congestion_control")?.to_uppercase(),
             row.number("rtt_ms")?.to_string(),
             cell(row, "gib_per_s", Places(3))?,
             cell(row, "total_s", Places(1))?,

@@ -41,8 +41,8 @@ impl Delay {
         let thread = thread::Builder::new()
             .name("delay".to_owned())
             .spawn(move || {
-                // A link needs no CPU time of the hosts. Without this priority, packets are late
-                // on a busy machine. Best effort: only root may raise the priority.
+                // A real link takes no CPU time from the hosts. Without this priority, packets are
+                // late on a busy machine. Best effort: only root may raise the priority.
                 let _ = setpriority_process(None, -20);
                 let mut there = OneWay::new(delay);
                 let mut back = OneWay::new(delay);
@@ -115,14 +115,13 @@ impl OneWay {
 
     /// Reads the packets that the host has sent. Returns their number.
     fn take(&mut self, from: &Tun) -> usize {
-        let mut dropped = [0; PACKET_BYTES];
         for count in 0..BURST {
             let received = match self.ring.space() {
                 Some(space) => from.receive(space).inspect(|&length| {
                     self.ring.push(length);
                     self.due.push_back(Instant::now() + self.delay);
                 }),
-                None => from.receive(&mut dropped),
+                None => from.receive(&mut [0; PACKET_BYTES]),
             };
             if received.is_err() {
                 return count;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::aligned::{AlignedBytes, LINE_BYTES};
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls::{self, Received};
-use dunlin_linux::socket::{unread_bytes, widen_receive_window};
+use dunlin_linux::socket::{let_receive_window_grow, unread_bytes};
 use dunlin_linux::{tcp, vectored};
 use thiserror::Error;
 use vm_memory::VolatileSlice;
@@ -47,14 +47,15 @@ const CONTROL_START: usize = 3;
 /// payload. With a call of its own for each header, a plain lane needed about 8 % more CPU time.
 const HEADER_AHEAD_BYTES: usize = 64;
 
-/// A connection with at least this round trip begins with a receive window of
-/// [`LONG_WINDOW_BYTES`].
+/// With at least this round trip, a connection's receive window may grow to [`LONG_WINDOW_BYTES`]
+/// before anything is read.
 const LONG_ROUND_TRIP: Duration = Duration::from_millis(5);
 
-/// The kernel begins with a window of 64 KiB, and enlarges it only after the reader has read that
-/// much. The window then grows more slowly than the sender's congestion window, and limits the lane
-/// in its first round trips.
-const LONG_WINDOW_BYTES: u32 = 4 << 20;
+/// By default the window grows to 64 KiB, and then more slowly than the sender's congestion window,
+/// so it limits the lane in its first round trips. 1 MiB leaves the kernel's tuning enough time. A
+/// value near the system's limit may end the tuning, because the kernel then enlarges the buffer no
+/// further.
+const LONG_WINDOW_BYTES: u32 = 1 << 20;
 
 /// What a read returns at the end of a plain lane's connection.
 const END: Received = Received {
@@ -124,10 +125,9 @@ enum State {
     Failed,
 }
 
-/// Enlarges the receive window of a connection with a long round trip.
-fn begin_wide(stream: &TcpStream) -> io::Result<()> {
+fn let_window_grow(stream: &TcpStream) -> io::Result<()> {
     if tcp::round_trip(stream)? >= LONG_ROUND_TRIP {
-        widen_receive_window(stream, LONG_WINDOW_BYTES)?;
+        let_receive_window_grow(stream, LONG_WINDOW_BYTES)?;
     }
     Ok(())
 }
@@ -175,7 +175,7 @@ impl DataReceiver {
         link.stream
             .set_read_timeout(Some(stall_limit))
             .map_err(ReceiveError::Io)?;
-        begin_wide(&link.stream).map_err(ReceiveError::Io)?;
+        let_window_grow(&link.stream).map_err(ReceiveError::Io)?;
         Ok(Self {
             link,
             security,
