@@ -16,7 +16,8 @@ const AVAILABLE: &str = "MemAvailable:";
 const PIECE_BYTES: u64 = 32 * HUGE_PAGE_BYTES;
 
 /// Allocates `bytes` bytes of memory, in huge pages if possible, writes to all of them, and frees
-/// them. Allocates at most the available memory minus a reserve of 1 GiB.
+/// them. Rounds down to a multiple of 64 MiB, and allocates at most the available memory minus a
+/// reserve of 1 GiB.
 ///
 /// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
 /// and may take it back after the host has freed it. Without this call, the measurement of the next
@@ -37,7 +38,7 @@ pub fn touch_physical_memory(bytes: u64) -> Result<()> {
 pub struct TouchedMemory(Vec<TrackedMemory>);
 
 impl TouchedMemory {
-    /// Allocates `bytes` bytes, rounded to 64 MiB, and writes to them.
+    /// Allocates `bytes` bytes, rounded down to a multiple of 64 MiB, and writes to all of them.
     ///
     /// # Errors
     /// See [`touch_physical_memory`].
@@ -48,11 +49,6 @@ impl TouchedMemory {
             .map(|_| touched_piece())
             .collect::<Result<_>>()
             .map(Self)
-    }
-
-    /// The number of bytes that are allocated.
-    pub fn bytes(&self) -> u64 {
-        self.0.len() as u64 * PIECE_BYTES
     }
 
     /// Frees memory until at most `bytes` bytes are left.
@@ -95,13 +91,13 @@ mod tests {
     fn touched_memory_is_freed_in_pieces() {
         let pieces = (0..3).map(|_| touched_piece().unwrap());
         let mut memory = TouchedMemory(pieces.collect());
-        assert_eq!(memory.bytes(), 3 * PIECE_BYTES);
+        assert_eq!(memory.0.len(), 3);
         memory.free_to(4 * PIECE_BYTES);
-        assert_eq!(memory.bytes(), 3 * PIECE_BYTES);
+        assert_eq!(memory.0.len(), 3);
         memory.free_to(2 * PIECE_BYTES - 1);
-        assert_eq!(memory.bytes(), PIECE_BYTES);
+        assert_eq!(memory.0.len(), 1);
         memory.free_to(0);
-        assert_eq!(memory.bytes(), 0);
+        assert_eq!(memory.0.len(), 0);
     }
 
     #[test]

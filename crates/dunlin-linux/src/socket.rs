@@ -281,9 +281,9 @@ pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
 }
 
 /// Lets a TCP connection's receive window grow to `bytes` as data arrives, before the reader has read
-/// any. A new connection's window grows to 64 KiB only, and then with what is read. Half of the
-/// system's limit (`net.ipv4.tcp_rmem`) is the most; the limit never becomes lower. Unlike with
-/// [`set_buffers`], the kernel continues to tune the size.
+/// any. By default it grows to 64 KiB, and further only as data is read. The kernel caps `bytes` at
+/// half of the system's limit (`net.ipv4.tcp_rmem`), and ignores a value below the current size.
+/// Unlike with [`set_buffers`], the kernel continues to tune the size.
 ///
 /// # Errors
 /// An error from setsockopt(2).

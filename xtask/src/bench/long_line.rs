@@ -115,7 +115,6 @@ impl Buffers {
 pub(super) fn run(options: &LongLineOptions) -> Result<()> {
     ensure!(options.rounds > 0, "--rounds must be 1 or more");
     let bench = Bench::new(options)?;
-    let mut turns = Vec::new();
     let congestion_controls = match options.congestion_control.as_slice() {
         [] => {
             let own = fs::read_to_string(CONGESTION_CONTROL)
@@ -124,6 +123,7 @@ pub(super) fn run(options: &LongLineOptions) -> Result<()> {
         }
         named => named.to_vec(),
     };
+    let mut turns = Vec::new();
     for buffers in [Buffers::Large, Buffers::Default] {
         for congestion_control in &congestion_controls {
             let of = |&rtt_ms| Turn {
