@@ -7,13 +7,14 @@
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::thread;
+use std::time::Instant;
 
 use dunlin_kernel_tests::ipsec::lanes::{Lane, look_again, read_all};
 use dunlin_kernel_tests::ipsec::on_cpu;
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{
-    AT, AT_6, Process, SERVER, SERVER_6, associations, connect, connect_to, credentials, inside,
-    netns, nothing_left, until, up_with,
+    AT, AT_6, HOSTS, Process, SERVER, SERVER_6, associations, connect, connect_to, credentials,
+    inside, netns, nothing_left, until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_linux::affinity::pin_to;
@@ -37,6 +38,10 @@ const HEADER: u64 = 32;
 /// The value of `tcp_retries1`: the number of unanswered retransmissions after which TCP looks up
 /// its route again.
 const RETRIES: u32 = 2;
+/// The longest time in milliseconds between two retransmissions (`tcp_rto_max_ms`, since Linux
+/// 6.15). On a busy machine the time could grow so long during a cut that keep-alive ends the
+/// session's control connection.
+const RTO_MAX_MS: u32 = 1000;
 /// The numbers of connection states in /proc/net/tcp.
 const ESTABLISHED: u8 = 1;
 const SYN_SENT: u8 = 2;
@@ -56,6 +61,7 @@ fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         connect(guest);
         credentials(guest);
+        set_on_both(guest, &format!("net.ipv4.tcp_rto_max_ms={RTO_MAX_MS}"));
         let hosts = [[2, 4], [4, 2]];
         let mut cases = Vec::new();
         for cpus in hosts {
@@ -128,6 +134,13 @@ fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     nothing_left(guest);
     let left = tap.end();
     assert!(left.is_sealed(&PORTS), "{left:?}");
+}
+
+/// Changes a kernel setting on both hosts.
+fn set_on_both(guest: &Guest, setting: &str) {
+    for (host, _) in HOSTS {
+        guest.command("ip", &netns(host, &["sysctl", "-q", "-w", setting]));
+    }
 }
 
 /// Opens a connection from the given CPU.
@@ -329,13 +342,9 @@ impl Scene<'_> {
 
     /// Drops all packets while all connections send, and then lets packets pass again.
     fn cut(&self, at: &str) {
-        for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // TCP looks up its route again after fewer timeouts than usual, so that the test is
-            // faster.
-            let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
-            let sysctl = ["sysctl", "-q", "-w", &setting];
-            self.guest.command("ip", &netns(host, &sysctl));
-        }
+        // TCP looks up its route again after fewer timeouts than usual, so that the test is faster.
+        set_on_both(self.guest, &format!("net.ipv4.tcp_retries1={RETRIES}"));
+        let began = Instant::now();
         thread::scope(|scope| {
             let cut = Cut::begin(self.guest);
             for (number, lane) in self.lanes.iter().enumerate() {
@@ -348,7 +357,9 @@ impl Scene<'_> {
                 sent.len() == self.lanes.len() && sent.iter().all(|times| *times > RETRIES)
             });
             drop(cut);
+            println!("the cut lasted {:?}", began.elapsed());
         });
+        println!("all data had arrived after {:?}", began.elapsed());
         let mut strayed = 0;
         for (number, lane) in self.lanes.iter().enumerate() {
             let [near, _] = self.cpus(number);
@@ -390,7 +401,7 @@ impl<'a> Cut<'a> {
     }
 
     fn tc(&self, verb: &str, more: &[&str]) {
-        for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
+        for (host, _) in HOSTS {
             let link = format!("link-{host}");
             let words = ["tc", "qdisc", verb, "dev", &link, "root"];
             self.0
