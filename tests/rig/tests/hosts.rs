@@ -10,10 +10,15 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::{self, ControlError};
+use dunlin_lane::data::{DataSender, ReceiveError, SendError};
+use dunlin_lane::provider::Crypto;
 use dunlin_lane::{DataReceiver, PlainConsent};
+use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_rig::hosts::{self, Direction, Family, Host, Link, LinkOptions};
 use dunlin_rig::need;
 use dunlin_test_base::Scratch;
+use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names, soon};
 use rustix::net::sockopt::socket_recv_buffer_size;
 
 const PORT: u16 = 4444;
@@ -248,6 +253,53 @@ fn a_direction_swallows_packets_without_a_word() {
         accepted.read_exact(&mut received).unwrap();
         assert_eq!(&received, b"lost");
     }
+}
+
+/// The kernel ends a connection if the peer's host does not answer. The lane's error must then say
+/// so, and must not blame a stall in a message or a frame.
+#[test]
+fn lanes_report_a_host_that_does_not_answer() {
+    let liveness = Liveness {
+        keepalive_idle: Duration::from_secs(1),
+        keepalive_interval: Duration::from_secs(1),
+        keepalive_probes: 1,
+        user_timeout: Duration::from_secs(1),
+    };
+    let stall_limit = Duration::from_secs(20);
+    let Some((near, far, link)) = pair(&LinkOptions::default()) else {
+        return;
+    };
+    let address = link.address(&far, Family::V4);
+
+    let (stream, accepted) = connect(&near, &far, address);
+    let authority = Authority::new();
+    let crypto = Crypto::auto();
+    let client = authority.identity(&[SOURCE]);
+    let client = client.client(&crypto, names(&[DESTINATION])).unwrap();
+    let server = authority.identity(&[DESTINATION]);
+    let server = server.server(&crypto, names(&[SOURCE])).unwrap();
+    let accept = thread::spawn(move || control::server(accepted, &server, soon()).unwrap());
+    let control = control::client(stream, &client, soon()).unwrap();
+    let _far_control = accept.join().unwrap();
+    set_liveness(control.socket(), &liveness).unwrap();
+
+    let (_stream, accepted) = connect(&near, &far, address);
+    set_liveness(&accepted, &liveness).unwrap();
+    let consent = || PlainConsent::both(true, true).unwrap();
+    let mut idle = DataReceiver::plain(accepted, consent(), stall_limit).unwrap();
+
+    let (stream, _accepted) = connect(&near, &far, address);
+    let mut sending = DataSender::plain(stream, consent(), stall_limit).unwrap();
+
+    link.swallow(Direction::Both).unwrap();
+    let error = control.receive(&mut [0; 1], Instant::now() + stall_limit);
+    assert!(matches!(error, Err(ControlError::Unanswered)), "{error:?}");
+    let error = idle.next(&mut [0; 1], None);
+    assert!(matches!(error, Err(ReceiveError::Unanswered)), "{error:?}");
+    set_liveness(sending.socket(), &liveness).unwrap();
+    let mut payload = vec![7; 32 << 10];
+    let error = (0..4096).find_map(|_| sending.send_with(&[1], &mut payload).err());
+    assert!(matches!(error, Some(SendError::Unanswered)), "{error:?}");
 }
 
 #[test]

@@ -44,6 +44,10 @@ pub enum ControlError {
     /// A message stopped partway, the peer stopped reading, or an earlier write failed.
     #[error("the control lane stalled in the middle of a message: the peer or the network hangs")]
     Stalled,
+    /// The kernel has ended the connection, because the peer's host did not acknowledge data or
+    /// keep-alive probes (`ETIMEDOUT`).
+    #[error("the peer's host does not answer: it has failed, or the network drops packets")]
+    Unanswered,
     /// The peer closed the lane.
     #[error("the peer closed the control lane")]
     Closed,
@@ -319,7 +323,8 @@ impl ControlStream {
             return ControlError::Cancelled;
         }
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ControlError::Stalled,
+            io::ErrorKind::WouldBlock => ControlError::Stalled,
+            io::ErrorKind::TimedOut => ControlError::Unanswered,
             io::ErrorKind::ConnectionReset
             | io::ErrorKind::BrokenPipe
             | io::ErrorKind::UnexpectedEof => ControlError::Truncated,

@@ -80,6 +80,10 @@ pub enum ReceiveError {
         /// The lane's stall limit.
         limit: Duration,
     },
+    /// The kernel has ended the connection, because the peer's host did not acknowledge data or
+    /// keep-alive probes (`ETIMEDOUT`).
+    #[error("the peer's host does not answer: it has failed, or the network drops packets")]
+    Unanswered,
     /// No frame arrived within the caller's limit.
     #[error("no frame arrived for {limit:?}")]
     Idle {
@@ -692,9 +696,10 @@ impl DataReceiver {
         });
         result.map_err(|error| match error.kind() {
             _ if self.link.is_cancelled() => ReceiveError::Cancelled,
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ReceiveError::Stalled {
+            io::ErrorKind::WouldBlock => ReceiveError::Stalled {
                 limit: self.stall_limit,
             },
+            io::ErrorKind::TimedOut => ReceiveError::Unanswered,
             io::ErrorKind::ConnectionReset => ReceiveError::Truncated,
             _ => match OpenError::of_kernel(&error) {
                 Some(record) => record.into(),

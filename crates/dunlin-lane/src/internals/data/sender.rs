@@ -60,6 +60,10 @@ pub enum SendError {
         /// The lane's stall limit.
         limit: Duration,
     },
+    /// The kernel has ended the connection, because the peer's host did not acknowledge data or
+    /// keep-alive probes (`ETIMEDOUT`).
+    #[error("the peer's host does not answer: it has failed, or the network drops packets")]
+    Unanswered,
     /// This side used the lane's [`Canceller`].
     #[error("the lane was shut down on this side")]
     Cancelled,
@@ -539,9 +543,10 @@ impl DataSender {
             return SendError::Cancelled;
         }
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => SendError::Stalled {
+            io::ErrorKind::WouldBlock => SendError::Stalled {
                 limit: self.stall_limit,
             },
+            io::ErrorKind::TimedOut => SendError::Unanswered,
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => match self.reason() {
                 Some(alert) => SendError::PeerAlert(alert),
                 None => SendError::PeerClosed,
