@@ -273,7 +273,7 @@ fn the_status_page_has_no_access_to_keys() {
     );
     let directories = units.lines("dunlin-tmpfiles.conf");
     for line in [
-        "d /run/dunlin/status 2770 root dunlin-status -",
+        "d /run/dunlin/status 3770 root dunlin-status -",
         "d /run/dunlin/history 2750 root dunlin-status -",
     ] {
         assert!(directories.iter().any(|one| one == line), "{line}");

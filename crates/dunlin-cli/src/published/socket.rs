@@ -3,13 +3,14 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use dunlin_linux::local::{self, FileAccess};
 use dunlin_linux::poll::waker;
 use dunlin_linux::socket::{connect_unix, is_held, wait_readable};
 
@@ -88,11 +89,14 @@ impl Bound {
         make_directory(directory, 0o750)?;
         remove_dead(directory)?;
         let path = directory.join(format!("{kind}-{}.sock", std::process::id()));
-        let listener = UnixListener::bind(&path)?;
         // The socket's group gets the rights that the directory's group has to the directory. If
-        // the directory has the set-group-ID bit, the two groups are the same.
-        let by_group = fs::metadata(directory)?.mode() & 0o060;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600 | by_group))?;
+        // the directory has the set-group-ID bit, the two groups are the same. The mode is set
+        // without chmod(2), which would follow a link that a member of the group put there.
+        let access = FileAccess {
+            mode: Some(0o600 | fs::metadata(directory)?.mode() & 0o060),
+            ..FileAccess::default()
+        };
+        let (listener, _) = local::listen(&path, &access)?;
         Ok(Self { listener, path })
     }
 }
