@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use super::error::IpsecError;
 use super::xfrm::Network;
-use dunlin_lane::peers::{AuthorisedBy, Peer, PeerIdentity};
+use dunlin_lane::peers::{Peer, PeerIdentity, Peers};
 
 /// An address, or all addresses with a common prefix, written `192.0.2.0/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,27 +60,28 @@ impl fmt::Display for AddressBlock {
     }
 }
 
-/// Checks whether a peer may connect from an address. A peer without configured blocks may connect
-/// from any address.
+/// Checks whether a peer may connect from an address. The blocks of every entry that fits the peer
+/// count, and not only those of the entry that admitted it. A peer without configured blocks may
+/// connect from any address.
 pub(super) fn check_source(
     bound: &[(Peer, Vec<AddressBlock>)],
     peer: &PeerIdentity,
     address: IpAddr,
 ) -> Result<(), IpsecError> {
-    let allowed = match &peer.authorised_by {
-        AuthorisedBy::Authority => return Ok(()),
-        AuthorisedBy::Name(name) => Peer::Name(name.clone()),
-        AuthorisedBy::Pin(pin) => Peer::Pin(*pin),
+    let fits = |one: &Peer| {
+        let alone: Peers = [one.clone()].into_iter().collect();
+        alone.authorise_further(peer).is_ok()
     };
-    let mut blocks = bound.iter().filter(|(one, _)| *one == allowed).peekable();
-    if blocks.peek().is_none() {
+    let mut blocks = bound.iter().filter(|(one, _)| fits(one)).peekable();
+    let Some((first, _)) = blocks.peek() else {
         return Ok(());
-    }
+    };
+    let first = first.to_string();
     if blocks.any(|(_, blocks)| blocks.iter().any(|block| block.contains(address))) {
         return Ok(());
     }
     Err(IpsecError::WrongAddress {
-        peer: allowed.to_string(),
+        peer: first,
         address,
     })
 }
@@ -89,7 +90,52 @@ pub(super) fn check_source(
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::thread;
+
+    use dunlin_lane::control;
+    use dunlin_lane::provider::Crypto;
+    use dunlin_test_support::lane::{Authority, DESTINATION, names, pair, soon};
+
     use super::*;
+
+    /// A host with a certificate for `a.example`, as a server identifies it that allows `admitted`.
+    fn peer(admitted: &[&str]) -> PeerIdentity {
+        let authority = Authority::new();
+        let crypto = Crypto::auto();
+        let client = authority.identity(&["a.example"]);
+        let client = client.client(&crypto, names(&[DESTINATION])).unwrap();
+        let server = authority.identity(&[DESTINATION]);
+        let server = server.server(&crypto, names(admitted)).unwrap();
+        let (near, far) = pair();
+        let accept = thread::spawn(move || control::server(far, &server, soon()).unwrap());
+        let _near = control::client(near, &client, soon()).unwrap();
+        accept.join().unwrap().peer().clone()
+    }
+
+    #[test]
+    fn the_addresses_of_every_entry_that_fits_limit_a_peer() {
+        let bound = |entries: &[(&str, &str)]| -> Vec<(Peer, Vec<AddressBlock>)> {
+            let entries = entries.iter();
+            let entry = |(name, block): &(&str, &str)| {
+                (name.parse().unwrap(), vec![block.parse().unwrap()])
+            };
+            entries.map(entry).collect()
+        };
+        let may = |bound: &[(Peer, Vec<AddressBlock>)], peer: &PeerIdentity, from: &str| {
+            check_source(bound, peer, from.parse().unwrap()).is_ok()
+        };
+        // The pattern admits the peer, because it is the first entry.
+        let by_pattern = peer(&["*.example", "a.example"]);
+        let own = bound(&[("a.example", "192.0.2.1")]);
+        assert!(may(&own, &by_pattern, "192.0.2.1"));
+        assert!(!may(&own, &by_pattern, "192.0.2.2"));
+        let both = bound(&[("*.example", "192.0.2.2"), ("a.example", "192.0.2.1")]);
+        assert!(may(&both, &by_pattern, "192.0.2.1") && may(&both, &by_pattern, "192.0.2.2"));
+        assert!(!may(&both, &by_pattern, "192.0.2.3"));
+        // The entry of another peer does not limit this peer.
+        let other = bound(&[("b.example", "192.0.2.1")]);
+        assert!(may(&other, &by_pattern, "192.0.2.3"));
+    }
 
     #[test]
     fn a_block_has_the_addresses_with_its_first_bits() {

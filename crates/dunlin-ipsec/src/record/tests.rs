@@ -1,5 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
+use std::thread;
+use std::time::{Duration, Instant};
+
 use dunlin_test_base::Scratch;
 
 use super::*;
@@ -24,6 +27,19 @@ impl Directory {
 fn left(directory: &Directory) -> Vec<Record> {
     let left = directory.records().left().unwrap();
     left.into_iter().map(Result::unwrap).collect()
+}
+
+/// Waits for the record that the test has just dropped. A process that another test forks keeps the
+/// record's lock until it executes its program.
+fn left_one(directory: &Directory) -> Record {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        if let Some(record) = left(directory).pop() {
+            return record;
+        }
+        assert!(Instant::now() < until, "the record is still locked");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn objects() -> [Object; 3] {
@@ -66,7 +82,7 @@ fn a_truncated_line_was_never_installed() {
     let line = format!("+ {inbound}");
     for cut in 0..line.len() {
         fs::write(&path, [&whole, &line.as_bytes()[..cut]].concat()).unwrap();
-        let mut record = left(&directory).remove(0);
+        let mut record = left_one(&directory);
         assert_eq!(record.objects(), [policy]);
         // The next write starts on a new line.
         record.add(&[inbound]).unwrap();
@@ -151,11 +167,11 @@ fn the_heir_and_ended_flags_survive_the_death_of_the_process() {
     assert!(!record.has_protected() && !record.has_ended);
     record.inherit().unwrap();
     drop(record);
-    let mut record = left(&directory).remove(0);
+    let mut record = left_one(&directory);
     assert!(record.has_protected() && !record.has_ended);
     record.end().unwrap();
     drop(record);
-    let record = left(&directory).remove(0);
+    let record = left_one(&directory);
     assert!(record.has_protected() && record.has_ended);
     assert_eq!(record.objects(), [blocks]);
 }
@@ -188,7 +204,7 @@ fn a_record_does_not_grow_with_removed_objects() {
         assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
     }
     drop(record);
-    let record = left(&directory).remove(0);
+    let record = left_one(&directory);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
     assert!(record.has_protected(), "the rewrite lost the heir flag");
     let names = fs::read_dir(directory.path()).unwrap();
@@ -212,7 +228,7 @@ fn an_incomplete_rewrite_is_ignored() {
     let half = record.path().with_extension("new");
     fs::write(&half, "dunlin ipsec 1 boot").unwrap();
     drop(record);
-    let mut record = left(&directory).remove(0);
+    let mut record = left_one(&directory);
     assert_eq!(record.objects(), [policy]);
     for spi in 0x1000..0x1100 {
         record.add(&[association(spi)]).unwrap();
