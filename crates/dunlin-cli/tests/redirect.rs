@@ -12,6 +12,7 @@ mod support;
 mod units;
 
 use std::fs;
+use std::io::{ErrorKind, Read};
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -454,6 +455,7 @@ fn i6_an_apply_that_fails_changes_nothing() {
     assert_eq!(table(), "");
 }
 
+/// Claim N15 of docs/security.
 #[test]
 fn connections_under_way_are_refused_or_continue() {
     let Some(net) = Net::new() else { return };
@@ -498,8 +500,17 @@ fn connections_under_way_are_refused_or_continue() {
     assert_talk(&near, &far);
     net.configure(&text);
     net.apply(&net.a);
+    // Without the rules, the kernel would no longer translate the connection's addresses, so what
+    // the client sends would leave in the clear.
     finish(net.redirect(&net.a, "remove --force")).expect(0);
     assert_eq!(net.show(&net.a, 1)["state"], "missing");
+    for (end, kind) in [
+        (&near, ErrorKind::ConnectionAborted),
+        (&far, ErrorKind::ConnectionReset),
+    ] {
+        let mut end = end;
+        assert_eq!(end.read(&mut [0]).unwrap_err().kind(), kind);
+    }
 }
 
 #[test]

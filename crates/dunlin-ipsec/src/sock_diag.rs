@@ -14,8 +14,8 @@ mod connections;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 
-pub use self::connections::TcpConnection;
 pub(crate) use self::connections::tcp_connections;
+pub use self::connections::{TcpConnection, destroy};
 use crate::netlink::{Request, ask, attribute, number};
 
 /// The type of the request and of the answer (include/uapi/linux/sock_diag.h).

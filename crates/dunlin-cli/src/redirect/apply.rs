@@ -1,10 +1,13 @@
 //! `dunlin redirect apply` and `remove`.
 
+use std::collections::BTreeSet;
+use std::io;
 use std::path::PathBuf;
 
-use anyhow::{Context, Error, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail};
 use clap::Args;
-use dunlin_ipsec::sock_diag::TcpConnection;
+use dunlin_ipsec::connections;
+use dunlin_ipsec::sock_diag::{TcpConnection, destroy};
 use dunlin_linux::accounts::user_id;
 use serde_json::json;
 
@@ -66,7 +69,10 @@ fn saved(state: &StatePath) -> Result<PathBuf> {
 impl Apply {
     pub(super) fn run(&self) -> Result<i32> {
         if self.dry_run {
-            let rules = self.rules()?;
+            let read = self.source.read()?;
+            log::warn(unknown_users(&read.redirects, Some(&read.user))?);
+            let redirects = addressed(read.redirects, read.port)?;
+            let rules = rules(&redirects, &read.user);
             match self.json {
                 true => print_json(&json!({ "digest": rules.digest, "rules": rules.text })),
                 false => print!("{}", rules.text),
@@ -85,19 +91,16 @@ impl Apply {
         }
     }
 
-    fn rules(&self) -> Result<Rules> {
-        let read = self.source.read()?;
-        Ok(rules(&addressed(read.redirects, read.port)?, &read.user))
-    }
-
     fn apply(&self) -> Result<Rules> {
         let read = self.source.read()?;
         log::warn(read.redirects.iter().filter_map(past));
+        if let Some(text) = unknown_users(&read.redirects, Some(&read.user))?.pop() {
+            bail!(text);
+        }
         let redirects = addressed(read.redirects, read.port)?;
         if !self.force {
             refuse_unprotected(&redirects)?;
         }
-        check_users(&redirects, &read.user)?;
         let rules = rules(&redirects, &read.user);
         self.load(&rules.text, Wanted::Digest(rules.digest.clone()))?;
         let saved = saved(&self.state)?;
@@ -155,19 +158,22 @@ impl Apply {
     }
 }
 
-/// Checks that the users exist, because nft rejects rules with unknown users.
-fn check_users(redirects: &[Addressed], owner: &str) -> Result<()> {
-    let of = |to: &Addressed| to.redirect.users.clone();
-    let users = redirects.iter().flat_map(of).chain([owner.to_owned()]);
-    for user in users.filter(|user| user.parse::<u32>().is_err()) {
-        let found = user_id(&user).with_context(|| format!("cannot look up user {user}"))?;
-        ensure!(
-            found.is_some(),
-            "user {user} does not exist on this host (at fault: configuration): install the \
-             toolstack first, or remove the user from users or redirect_user"
-        );
+/// Returns a text for each user that does not exist on this host, because nft rejects rules with
+/// such a user.
+pub(crate) fn unknown_users(redirects: &[Redirect], owner: Option<&str>) -> Result<Vec<String>> {
+    let mut unknown = Vec::new();
+    let users = redirects.iter().flat_map(|one| &one.users);
+    for user in users.map(String::as_str).chain(owner) {
+        let is_number = user.parse::<u32>().is_ok();
+        let found = || user_id(user).with_context(|| format!("cannot look up user {user}"));
+        if !is_number && found()?.is_none() {
+            unknown.push(format!(
+                "user {user} does not exist on this host (at fault: configuration): install the \
+                 toolstack first, or remove the user from users or redirect_user"
+            ));
+        }
     }
-    Ok(())
+    Ok(unknown)
 }
 
 /// A warning if the permission for connections in the clear has ended.
@@ -200,11 +206,13 @@ fn refuse_unprotected(redirects: &[Addressed]) -> Result<()> {
 
 impl Remove {
     pub(super) fn run(&self) -> Result<i32> {
-        if let Some(table) = Table::live()?
-            && !self.force
+        let ports = Table::live()?.map(|table| table.redirect_ports());
+        if let Some(ports) = &ports
+            && self.force
         {
-            let ports = table.redirect_ports();
-            let under_way = redirected(&established()?, Some(&ports)).len();
+            end_redirected(ports)?;
+        } else if let Some(ports) = &ports {
+            let under_way = redirected(&established()?, Some(ports)).len();
             if under_way > 0 {
                 bail!(
                     "removing the rules would cut {} to the tunnel (at fault: this side): wait \
@@ -223,4 +231,23 @@ impl Remove {
         }
         Ok(DONE)
     }
+}
+
+/// Ends the redirected connections. Without the rules, the kernel would no longer translate their
+/// addresses, and what the toolstack still sends would leave in the clear.
+fn end_redirected(ports: &BTreeSet<u16>) -> Result<()> {
+    let all = connections()?;
+    let clients = redirected(&all, Some(ports));
+    for one in all.iter().filter(|one| clients.contains(&one.local)) {
+        match destroy(one) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => bail!(
+                "cannot end the redirected connection from {} to {}, which would continue in the clear \
+                 (at fault: this side): {error}; end the migration first",
+                one.local,
+                one.peer
+            ),
+            _ => {}
+        }
+    }
+    Ok(())
 }

@@ -25,6 +25,7 @@ use std::path::Path;
 use anyhow::Result;
 use clap::Subcommand;
 
+pub(crate) use apply::unknown_users;
 use files::RunPath;
 use source::Source;
 use table::Table;

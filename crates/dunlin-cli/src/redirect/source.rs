@@ -11,7 +11,7 @@ use crate::tunnel::{Config, Redirect};
 #[derive(Clone, Debug, Args)]
 pub(super) struct Source {
     /// The configuration, a TOML file; see docs/reference/config.md.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
     config: PathBuf,
 }
 

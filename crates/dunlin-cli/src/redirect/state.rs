@@ -47,7 +47,10 @@ impl State {
     /// Compares the table with the record of the last `apply`, and with the configuration.
     pub(super) fn of(table: Option<&Table>, record: Option<&Record>, wanted: &Wanted) -> Self {
         let difference = match (table, record) {
-            (None, _) => Some("there is no table inet dunlin".to_owned()),
+            (None, _) => Some(match wanted {
+                Wanted::Invalid(text) => format!("there is no table inet dunlin, and {text}"),
+                _ => "there is no table inet dunlin".to_owned(),
+            }),
             (Some(_), None) => Some("there is no record of the last apply".to_owned()),
             (Some(table), Some(record)) => record
                 .difference(&table.record())

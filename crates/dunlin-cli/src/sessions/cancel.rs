@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 
 use crate::options::ControlPath;
 use crate::progress::Waiting;
@@ -11,9 +11,10 @@ use crate::state::{StatePath, about, parse_session};
 use crate::vm::request::Request;
 
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("target").required(true).args(["session", "vm"])))]
 pub(crate) struct Cancel {
     /// The session's identifier, as `dunlin status` shows it, or a unique prefix of the identifier.
-    #[arg(value_parser = parse_session, required_unless_present = "vm", conflicts_with = "vm")]
+    #[arg(value_parser = parse_session)]
     session: Option<String>,
     /// Instead of the session: the VM's name, or its control socket.
     #[arg(long, value_name = "NAME|SOCKET")]

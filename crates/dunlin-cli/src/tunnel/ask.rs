@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use dunlin::lane::peers::Peer;
 use dunlin_tunnel::{FileAccess, Parameter};
 
@@ -89,9 +89,9 @@ pub(crate) struct Open {
 }
 
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("target").required(true).args(["route", "peer"])))]
 pub(crate) struct Set {
     /// The route's name in the configuration.
-    #[arg(required_unless_present = "peer", conflicts_with = "peer")]
     route: Option<String>,
     /// Instead of a route: a peer, by a name in its certificate or a pin.
     #[arg(long, value_name = "NAME", value_parser = parse_peer)]

@@ -14,12 +14,13 @@ use crate::code::{DONE, FAILED};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::parse_bytes;
 use crate::progress::Waiting;
+use crate::redirect::unknown_users;
 use crate::text::clean;
 
 #[derive(Debug, Args)]
 pub(crate) struct Check {
     /// The configuration, a TOML file; see docs/reference/config.md.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
     config: PathBuf,
     /// Also connect to each peer, send bytes there and back, and report the rate. The peers'
     /// tunnels must run; this host's tunnel need not.
@@ -45,6 +46,9 @@ impl Check {
         let (config, identities) = read(&self.config)?;
         if !self.json {
             println!("{}: valid", self.config.display());
+        }
+        for text in unknown_users(&config.redirects, config.redirect_user.as_deref())? {
+            Line::Warning { text }.say(self.json);
         }
         if !self.connect {
             if self.json {

@@ -40,7 +40,7 @@ use crate::text::{chained, clean};
 #[derive(Debug, Args)]
 pub(crate) struct Run {
     /// The configuration, a TOML file; see docs/reference/config.md.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", default_value = "/etc/dunlin/tunnel.toml")]
     config: PathBuf,
     /// Run only on these CPUs, such as 0,2-3.
     #[arg(long, value_name = "LIST")]

@@ -1,13 +1,15 @@
-//! Lists all TCP connections of a network namespace, of any process.
+//! Lists all TCP connections of a network namespace, of any process, and ends one of them.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use netlink_packet_core::NLM_F_DUMP;
+use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP};
 
 use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
 use crate::netlink::{Failure, Link, Request, number};
 
+/// The type of the request that ends a connection (include/uapi/linux/sock_diag.h).
+const SOCK_DESTROY: u16 = 21;
 /// The maximum number of attempts to read a list that changes while it is read. The result of the
 /// last attempt is used even if it is inconsistent.
 const ATTEMPTS: usize = 4;
@@ -47,6 +49,19 @@ pub(crate) fn tcp_connections(states: u32) -> io::Result<Vec<TcpConnection>> {
         connections.extend(of_family(&mut link, family as u8, states)?);
     }
     Ok(connections)
+}
+
+/// Ends a connection of any process of the calling thread's network namespace. The process gets
+/// `ECONNABORTED`, the other side a reset. Needs `CAP_NET_ADMIN`.
+///
+/// # Errors
+/// Errors from socket(2) and netlink: `NotFound` if the connection has ended already, `EOPNOTSUPP` if
+/// the kernel was built without `INET_DIAG_DESTROY`.
+pub fn destroy(connection: &TcpConnection) -> io::Result<()> {
+    let mut request = Request::new(SOCK_DESTROY, NLM_F_ACK);
+    request.put_bytes(&super::query(connection.local, connection.peer));
+    let mut link = Link::open(libc::NETLINK_SOCK_DIAG)?;
+    Ok(link.exchange(request, |_, _| Ok(()))?)
 }
 
 fn of_family(link: &mut Link, family: u8, states: u32) -> io::Result<Vec<TcpConnection>> {
