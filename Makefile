@@ -37,7 +37,7 @@ audit:
 
 # The limit of lines of product code, as tools/lines counts them. A commit that raises it states the
 # reason in its message: git log -G LINES_LIMIT -- Makefile
-LINES_LIMIT = 71600
+LINES_LIMIT = 71850
 
 # Runs the checks that CI runs before the tests.
 check:

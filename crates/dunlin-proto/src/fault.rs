@@ -222,7 +222,7 @@ faults! {
         "Give the route the same name in the tunnel's configuration on both hosts, and a target on the accepting one.";
     /// The route's target does not accept this parameter.
     ParameterRefused = 32, "parameter-refused", Configuration,
-        "Omit the parameter if the target has no placeholder for it; otherwise use letters, digits, dots, underscores and hyphens only.";
+        "Give the channel the parameter that the target names, as NAME=VALUE of letters, digits, dots, underscores and hyphens, and none if the target has no placeholder.";
     /// The accepting tunnel could not connect a channel to its target.
     TargetUnreachable = 33, "target-unreachable", Local,
         "Check that the hypervisor on that host listens, and at which address.";

@@ -10,8 +10,8 @@ use dunlin_linux::socket::Accepted;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::failure::Failure;
-use super::listener::{LastingListener, Lost, Sockets, next_number};
+use super::failure::{Failure, Lost};
+use super::listener::{LastingListener, Sockets, next_number};
 use super::meter::Count;
 use super::options::Entrance;
 use super::route::Listen;

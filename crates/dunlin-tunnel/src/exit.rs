@@ -1,10 +1,12 @@
 //! The exit of a channel: checks that the peer may use the route and connects to the target.
 
-use dunlin_proto::text::harmless;
+use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 
+use dunlin_lane::peers::PeerRefused;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::text::harmless;
 
 use super::echo::{self, ECHO_ROUTE};
 use super::event::Event;
@@ -13,6 +15,7 @@ use super::hub::Hub;
 use super::meter::Count;
 use super::options::WINDOW_BYTES;
 use super::report::{self, REPORT_ROUTE};
+use super::route::Target;
 use super::socket::{Socket, Stream};
 use super::{parameter, target};
 
@@ -56,6 +59,31 @@ fn built_in(hub: &Hub, route: &str) -> Option<io::Result<Stream>> {
     }
 }
 
+/// The failure of a peer that a route does not allow. Both hosts print the text, so it says which
+/// host has to change what.
+fn not_allowed(route: &str, refused: &PeerRefused) -> Failure {
+    let text = match refused {
+        PeerRefused::Name { presented, allowed } => format!(
+            "route {route:?} does not allow the connecting host: its certificate carries none of the allowed names: it has {}, allowed is {}; correct `allow` on the accepting host, or give the connecting host a certificate with the right name",
+            list(presented),
+            list(allowed)
+        ),
+        _ => format!("route {route:?} does not allow the connecting host: {refused}"),
+    };
+    Failure::new(refused.fault(), text)
+}
+
+fn list<T: Display>(names: &[T]) -> String {
+    if names.is_empty() {
+        return "no names".to_owned();
+    }
+    names
+        .iter()
+        .map(T::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
 /// Connects to a route's target. Returns the connection and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
@@ -74,10 +102,19 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
     let peer = &hub.terms.peer;
     let admitted = hub.site.check_admitted(peer);
     if let Err(refused) = admitted.and_then(|()| exit.allow.authorise_further(peer)) {
-        let text = format!("the peer is not authorised for route {route:?}");
-        return Err(Failure::new(refused.fault(), text).because(&refused));
+        return Err(not_allowed(route, &refused));
     }
     let target = parameter::fill(route, &exit.target, parameter)?;
+    if let Target::Unix(path) = &target
+        && !parameter.is_empty()
+        && hub.site.is_on_demand(path)
+    {
+        let text = format!(
+            "route {route:?}: {target} is a listener of the accepting side, for connections that \
+             leave from there"
+        );
+        return Err(Failure::new(FaultCode::Unauthorised, text));
+    }
     let stop = hub.stop.wakeup();
     let socket = target::open(&hub.site, &hub.programs, route, &target, stop)?;
     Ok((socket, exit.window_bytes))

@@ -4,6 +4,7 @@ use dunlin_proto::text::{harmless, with_causes};
 use std::error::Error;
 use std::fmt;
 use std::io::ErrorKind;
+use std::sync::{Arc, Mutex};
 
 use dunlin_proto::fault::{AtFault, FaultCode, seen_by_peer};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
@@ -120,15 +121,22 @@ impl From<DecodeError> for Failure {
     }
 }
 
+/// Why a listener is at present not reachable at its path; `None` while it listens.
+pub(super) type Lost = Arc<Mutex<Option<Failure>>>;
+
 /// Converts an error to a [`Failure`].
 pub(super) trait OrFailure<T> {
-    /// Returns the value, or a failure with this code and text and the error as its cause.
+    /// Returns the value, or a failure with this code and text and the error as its cause. If the
+    /// error has a code of its own, as that of a lack of descriptors has, the failure has that one.
     fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure>;
 }
 
-impl<T, E: Error> OrFailure<T> for Result<T, E> {
+impl<T, E: Error + 'static> OrFailure<T> for Result<T, E> {
     fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure> {
-        self.map_err(|error| Failure::new(code, text).because(&error))
+        self.map_err(|error| {
+            let code = fault_behind(&error).unwrap_or(code);
+            Failure::new(code, text).because(&error)
+        })
     }
 }
 
@@ -158,6 +166,14 @@ mod tests {
         let own = Failure::new(FaultCode::TargetUnreachable, "no socket");
         assert_eq!(own.at_fault(), AtFault::Local);
         assert!(own.to_string().contains("at fault: this side"), "{own}");
+    }
+
+    #[test]
+    fn i7_a_lack_of_descriptors_is_not_the_fault_of_the_peer() {
+        let lack = std::io::Error::from_raw_os_error(24); // EMFILE
+        let failed = Err::<(), _>(lack).or_failure(FaultCode::TargetUnreachable, "no connection");
+        let code = failed.map_err(|failure| failure.code());
+        assert_eq!(code, Err(FaultCode::DescriptorLimit));
     }
 
     #[test]

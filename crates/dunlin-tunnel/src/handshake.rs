@@ -296,10 +296,10 @@ pub(super) fn send_accept(
 
 fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, Failure> {
     let mut bytes = [0; MESSAGE_HEADER_BYTES];
-    control.receive_exact(&mut bytes, deadline)?;
+    control.receive_exact_by(&mut bytes, deadline)?;
     let header = Header::decode(&bytes)?;
     let mut body = vec![0; header.body_bytes()];
-    control.receive_exact(&mut body, deadline)?;
+    control.receive_exact_by(&mut body, deadline)?;
     let message = Message::decode(&header, &body);
     body.zeroize();
     match message? {

@@ -52,6 +52,8 @@ pub(super) struct Hub {
     /// Admits the peer's lanes.
     pub(super) acceptor: Arc<dyn LaneAcceptor>,
     admitting: Admitting,
+    /// How many gates of redirects keep the trunk, although it may have no channel.
+    keepers: Arc<AtomicUsize>,
     pub(super) pool: Arc<Pool>,
     /// The limit of the rate at which this side sends to the peer.
     pub(super) pacer: Arc<Pacer>,
@@ -355,6 +357,7 @@ impl Hub {
             terms,
             acceptor,
             admitting: Admitting::default(),
+            keepers: Arc::default(),
             pool: Pool::new(),
             reads: WatchedSockets::new()?,
             writes: WatchedSockets::new()?,
@@ -642,6 +645,15 @@ impl Hub {
         let mut core = self.lock();
         core.trunk.end(fault);
         self.settle(&mut core);
+    }
+
+    /// Keeps the trunk, although it has no channel, until the returned value is dropped.
+    pub(super) fn keep(&self) -> Option<Counted> {
+        Counted::one_more(&self.keepers, usize::MAX)
+    }
+
+    pub(super) fn is_kept(&self) -> bool {
+        self.keepers.load(Ordering::SeqCst) > 0
     }
 
     pub(super) fn has_control(&self) -> bool {

@@ -26,8 +26,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::local::{self, FileAccess, FileId};
@@ -36,7 +36,7 @@ use dunlin_linux::socket::{Accepted, is_held, is_listening};
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
-use super::failure::Failure;
+use super::failure::{Failure, Lost};
 use super::route::Listen;
 use super::site::Site;
 use super::socket::Stream;
@@ -104,9 +104,6 @@ impl Sockets {
 ///
 /// Drawback: a hypervisor that connects within a second after the file was removed gets an error.
 const CHECK_EVERY: Duration = Duration::from_secs(1);
-
-/// Why a listener is at present not reachable at its path; `None` while it listens.
-pub(super) type Lost = Arc<Mutex<Option<Failure>>>;
 
 /// A listening socket. It becomes non-blocking when a route begins to use it.
 #[derive(Debug)]
@@ -371,7 +368,7 @@ fn bind(path: &Path, access: &FileAccess) -> io::Result<(Listener, FileId)> {
     match listen() {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                let text = "a file of this name exists and is not a socket";
+                let text = "a file of this name exists and is not a socket: remove it, or choose another path";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
             }
             if is_held(path)? {

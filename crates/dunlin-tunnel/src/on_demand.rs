@@ -24,8 +24,8 @@ use thiserror::Error;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::failure::Failure;
-use super::listener::{LastingListener, Lost, Sockets, next_number};
+use super::failure::{Failure, Lost};
+use super::listener::{LastingListener, Sockets, next_number};
 use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::parameter::Parameter;
@@ -169,7 +169,12 @@ impl OnDemandListener {
         access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<Self> {
+        // The listener must be listed when it begins to listen. Its state is known after that.
+        let site = &carriers.site;
+        let before = site.list_on_demand(&entrance.listen, Lost::default());
         let listener = LastingListener::open(&mut entrance.listen, access, passed)?;
+        let listed = site.list_on_demand(&entrance.listen, listener.lost());
+        drop(before);
         let (waker, wakeup) = waker()?;
         let tally = Arc::new(ListenerTally {
             number: next_number(),
@@ -193,7 +198,10 @@ impl OnDemandListener {
             waker,
         });
         let (own, its_carriers) = (Arc::clone(&tally), carriers.clone());
-        let body = move || own.serve(&its_carriers, listener, &wakeup);
+        let body = move || {
+            own.serve(&its_carriers, listener, &wakeup);
+            drop(listed);
+        };
         if !carriers
             .site
             .spawn(format!("dunlin-listener-{}", tally.number), body)

@@ -1,7 +1,7 @@
 //! How this side opens lanes: those on which it sends, and those on which the peer sends if this
 //! side opens the lanes of both directions.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{LaneDirection, LaneOpen};
@@ -10,11 +10,11 @@ use super::failure::{Failure, OrFailure};
 use super::hub::{Direction, Hub};
 use dunlin_lane::data::DataSender;
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
+use dunlin_lane::fault::fault_behind;
 
-/// The time limit for opening a lane that the peer has requested, as a fraction of the permitted
-/// silence. The peer waits for the lane. With a limit shorter than the silence, the peer receives
-/// the reason of a failure before it gives up.
-const REQUESTED_PART: (u32, u32) = (3, 4);
+/// The time limit for opening a lane, as a fraction of the time after which either side gives the
+/// lane up. With a shorter limit, both sides learn the reason of the failure before that.
+const PART: (u32, u32) = (3, 4);
 
 /// Dials a lane and sends its proof. The end of the trunk cancels every step that waits.
 ///
@@ -39,25 +39,24 @@ pub(super) fn dial(
         core.begin_dial(direction, lane, cancel.clone());
     }
     let tls = hub.site.client_tls(terms.peer.alone())?;
-    let silence = hub.site.limits.silence();
-    let (limit, direction) = match direction {
-        Direction::Out => (silence, LaneDirection::FromDialer),
-        Direction::In => (
-            silence * REQUESTED_PART.0 / REQUESTED_PART.1,
-            LaneDirection::ToDialer,
-        ),
+    let limits = &hub.site.limits;
+    let given_up = Duration::from_nanos(limits.timeouts().open_ns).min(limits.silence());
+    let direction = match direction {
+        Direction::Out => LaneDirection::FromDialer,
+        Direction::In => LaneDirection::ToDialer,
     };
     let request = LaneRequest {
         endpoint: &at,
         peer: &terms.peer.principal(),
         tls: &tls,
-        deadline: Instant::now() + limit,
+        deadline: Instant::now() + given_up * PART.0 / PART.1,
         cancel: &cancel,
         connector: &hub.site.connector,
     };
     let dialled = dialer.dial(&request);
     let mut sender = dialled.map_err(|error| {
-        let code = error.permanent().unwrap_or(FaultCode::LaneLost);
+        let known = error.permanent().or_else(|| fault_behind(&error));
+        let code = known.unwrap_or(FaultCode::LaneLost);
         Failure::new(code, format!("cannot open lane {lane} to {at}")).because(&error)
     })?;
     let open = LaneOpen::unproved(terms.version, terms.session, lane, direction);

@@ -427,6 +427,9 @@ pub struct Limits {
     /// peer are lost and its host refuses new ones, this side tries to resume for only a tenth of
     /// the time.
     pub vanished: Duration,
+    /// How long the side that dialled a trunk keeps it without channels. The trunk of a redirect has
+    /// no such limit.
+    pub idle: Duration,
     /// Timeout for connecting to a target.
     pub connect: Duration,
     /// The number of records after which a lane is replaced. It is at most the record limit of the
@@ -447,6 +450,9 @@ impl Default for Limits {
             trunks: 64,
             lanes: DEFAULT_LANES,
             vanished: Duration::from_secs(10),
+            // Longer than the lanes (`warm_ns` of the core), so that the next migration can use the
+            // same trunk.
+            idle: Duration::from_secs(60),
             connect: Duration::from_secs(10),
             lane_records: RECORD_LIMIT,
             sending_threads: sending_threads(),
@@ -484,6 +490,7 @@ impl Limits {
             trunks: self.trunks.max(1),
             lanes: self.lanes.clamp(1, MAX_LANES),
             vanished: self.vanished.max(Duration::from_secs(1)),
+            idle: self.idle.max(Duration::from_millis(10)),
             connect: self.connect.max(Duration::from_millis(1)),
             lane_records: self.lane_records.clamp(LEAST_RECORDS, RECORD_LIMIT),
             sending_threads: self.sending_threads.max(1),
@@ -732,6 +739,7 @@ mod tests {
             trunks: 0,
             lanes: 1000,
             vanished: Duration::ZERO,
+            idle: Duration::ZERO,
             connect: Duration::ZERO,
             lane_records: 0,
             sending_threads: 0,

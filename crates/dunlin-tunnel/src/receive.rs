@@ -142,7 +142,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {
         if !receiver.next(&mut header, None)? {
-            return Err(ReceiveError::ClosedInside);
+            return Err(receiver.ended_early());
         }
         match Frame::decode(&header) {
             Ok(Frame::Data(data)) => {

@@ -21,7 +21,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::local::FileAccess;
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
@@ -43,6 +43,9 @@ const AGAIN: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 
 /// How often a gate checks whether the control lane of its trunk is up.
 const LOOK: Duration = Duration::from_millis(200);
+
+/// How often a gate checks the certificates of its trunk, which takes some signature checks.
+const CHECK: Duration = Duration::from_secs(5);
 
 /// Keeps a trunk to a peer up, and listens while the trunk is up. Dropping the gate closes the
 /// listener, but not the channels that it has accepted. If the gate is dialling at that time, its
@@ -82,10 +85,20 @@ fn run(carriers: &Carriers, at: u16, stopped: &Wakeup) {
         match open(carriers, at, reported) {
             Ok((hub, listeners)) => {
                 (again, reported) = (first, None);
+                let _kept = hub.keep();
                 let interests = [Interest::read(stopped), Interest::read(hub.stop.wakeup())];
+                let mut checked = Instant::now();
+                let mut is_usable = || {
+                    if checked.elapsed() < CHECK {
+                        return true;
+                    }
+                    checked = Instant::now();
+                    carriers.trunks.is_usable(&hub)
+                };
                 // Keep the listeners open while the trunk has its control lane, because without it
                 // the trunk opens no channel. If poll(2) fails, the outer loop opens them again.
                 while hub.has_control()
+                    && is_usable()
                     && poll(&interests, Some(LOOK)).is_ok_and(|ready| !ready.contains(&true))
                 {
                 }
@@ -112,8 +125,10 @@ fn open(
         match carriers.keep_up(&entrance) {
             Ok(hub) => {
                 let listeners = listeners(carriers, at).map_err(|error| {
-                    let text = format!("cannot listen on port {at} of loopback: {error}");
-                    carriers.site.report(Event::Warning(text));
+                    if reported != Some(FaultCode::Kernel) {
+                        let text = format!("cannot listen on port {at} of loopback: {error}");
+                        carriers.site.report(Event::Warning(text));
+                    }
                     FaultCode::Kernel
                 })?;
                 return Ok((hub, listeners));

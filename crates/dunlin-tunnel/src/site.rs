@@ -5,6 +5,8 @@ use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,7 +16,7 @@ use dunlin_proto::fault::FaultCode;
 
 use super::dials::Dials;
 use super::event::Event;
-use super::failure::{Failure, OrFailure};
+use super::failure::{Failure, Lost, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
@@ -53,6 +55,8 @@ pub(super) struct Site {
     lanes: Mutex<BTreeMap<String, u16>>,
     /// The unix sockets to which channels are connected.
     pub(super) reached: ReachedSockets,
+    /// The listeners of [`super::Tunnel::open`] with a path.
+    on_demand: OnDemand,
     draining: AtomicBool,
     events: SyncSender<Event>,
     /// The number of events that were dropped because the queue was full.
@@ -64,6 +68,21 @@ pub(super) struct Site {
     pub(super) threads: Threads,
     /// The dials and handshakes of control lanes and relays that are in progress.
     pub(super) dials: Dials,
+}
+
+/// The paths of on-demand listeners, and whether they listen there at present.
+type OnDemand = Arc<Mutex<Vec<(PathBuf, Lost)>>>;
+
+/// An on-demand listener with a path, listed in the [`Site`] until this value is dropped.
+pub(super) struct Listed {
+    all: OnDemand,
+    lost: Lost,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        lock(&self.all).retain(|(_, lost)| !Arc::ptr_eq(lost, &self.lost));
+    }
 }
 
 impl Site {
@@ -89,6 +108,7 @@ impl Site {
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
             reached: ReachedSockets::default(),
+            on_demand: Arc::default(),
             draining: AtomicBool::new(false),
             events,
             dropped: AtomicUsize::new(0),
@@ -134,6 +154,28 @@ impl Site {
         pacer.set_rate(rates.of_peer(peer));
         peers.push((peer.clone(), Arc::clone(&pacer)));
         pacer
+    }
+
+    /// Lists an on-demand listener until the returned value is dropped. `None` if the listener has
+    /// no path.
+    pub(super) fn list_on_demand(&self, listen: &Listen, lost: Lost) -> Option<Listed> {
+        let Listen::Unix(path) = listen else {
+            return None;
+        };
+        lock(&self.on_demand).push((path.clone(), Arc::clone(&lost)));
+        let all = Arc::clone(&self.on_demand);
+        Some(Listed { all, lost })
+    }
+
+    /// Whether an on-demand listener listens at `path`. Through such a listener, connections of this
+    /// host leave for a peer, under this host's identity.
+    pub(super) fn is_on_demand(&self, path: &Path) -> bool {
+        let file = |path: &Path| std::fs::metadata(path).map(|it| (it.dev(), it.ino())).ok();
+        let found = file(path);
+        let is_found = |(own, lost): &(PathBuf, Lost)| {
+            found.is_some() && file(own) == found && lock(lost).is_none()
+        };
+        lock(&self.on_demand).iter().any(is_found)
     }
 
     pub(super) fn exit(&self, route: &str) -> Option<Exit> {
@@ -255,14 +297,17 @@ impl Site {
     }
 
     /// Checks a peer that has a trunk again: after the handshake, the peer's key may have been
-    /// denied or its certificate revoked.
+    /// denied, its certificate or an intermediate revoked, or its authority removed. The two
+    /// identities of this side may have different authorities; one of them has admitted the peer.
     ///
     /// # Errors
     /// The peer is refused and gets no new channel.
     pub(super) fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
         let identities = self.identities();
         identities.connecting.check_admitted(peer)?;
-        identities.accepting.check_admitted(peer)
+        identities.accepting.check_admitted(peer)?;
+        let chain = identities.connecting.check_peer_chain(peer);
+        chain.or_else(|_| identities.accepting.check_peer_chain(peer))
     }
 
     pub(super) fn identities(&self) -> MutexGuard<'_, Identities> {

@@ -27,9 +27,6 @@ use dunlin_linux::tcp::silence;
 const BATCH_BYTES: usize = 32 * 1024;
 /// While no message arrives, the reader sends a ping after each fifth of the permitted silence.
 const ASK_PART: u32 = 5;
-/// How long the dialling side keeps a trunk without channels. It keeps the trunk longer than the
-/// lanes (`warm_ns` of the core), so that the next migration can use the same trunk.
-const IDLE: Duration = Duration::from_secs(60);
 /// Delay between attempts to redial a control lane.
 const REDIAL: Duration = Duration::from_millis(200);
 
@@ -67,7 +64,7 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
 fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let mut batch = Batch::default();
     let mut ready = Vec::new();
-    let mut idle_since = Instant::now();
+    let (idle, mut idle_since) = (hub.site.limits.idle, Instant::now());
     let mut has_acknowledged = false;
     loop {
         let mut core = hub.lock();
@@ -78,9 +75,9 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             send::take_ready(&mut core, &ready);
         }
         let mine = hub.terms.is_dialled();
-        if core.trunk.channels() > 0 {
+        if core.trunk.channels() > 0 || hub.is_kept() {
             idle_since = Instant::now();
-        } else if mine && idle_since.elapsed() >= IDLE {
+        } else if mine && idle_since.elapsed() >= idle {
             core.trunk.end(FaultCode::Ended);
         }
         if (mine || hub.site.is_draining()) && core.trunk.drained() {
@@ -127,7 +124,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         }
         let due = until_ns.map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(hub.now_ns())));
         let cold =
-            (mine && core.trunk.channels() == 0).then(|| IDLE.saturating_sub(idle_since.elapsed()));
+            (mine && core.trunk.channels() == 0).then(|| idle.saturating_sub(idle_since.elapsed()));
         let wait = due.into_iter().chain(cold).min();
         core.talker = Talker::Waits { until_ns };
         drop(core.wait(&hub.talk, wait));

@@ -162,6 +162,9 @@ impl Trunks {
             let same = |one: &Peering| one.destination == to;
             match peerings.iter_mut().find(|one| same(one)) {
                 Some(peering) => match &peering.state {
+                    State::Up(hub) if !self.is_usable(hub) => {
+                        peering.state = State::Dialling(Vec::new());
+                    }
                     State::Up(hub) if hub.has_control() => return Ok(Arc::clone(hub)),
                     State::Up(hub) if !hub.lock().control.is_over() => {
                         let text = format!("the control lane to {} is lost", to.to);
@@ -184,11 +187,15 @@ impl Trunks {
         made
     }
 
-    /// Opens a channel on a trunk, if its peer is still admitted and the certificate with which
-    /// this side dialled the trunk is still valid.
+    /// Whether a trunk's peer is still admitted, and the certificate with which this side dialled
+    /// the trunk is still valid.
+    pub(super) fn is_usable(&self, hub: &Hub) -> bool {
+        self.site.check_admitted(&hub.terms.peer).is_ok() && !hub.terms.is_own_expired()
+    }
+
+    /// Opens a channel on a trunk, if it is usable.
     fn open(&self, hub: &Hub, connection: &Connection) -> Result<(), OpenError> {
-        let is_refused = self.site.check_admitted(&hub.terms.peer).is_err();
-        if is_refused || hub.terms.is_own_expired() {
+        if !self.is_usable(hub) {
             return Err(OpenError::Over);
         }
         hub.open(&connection.socket, connection.opening.clone())

@@ -435,11 +435,17 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// After either side denies the peer's key, or loads a revocation of the peer's certificate, the
-/// trunk gets no new channel.
+/// After either side denies the peer's key, loads a revocation of the peer's certificate, or removes
+/// the authority that issued it, the trunk gets no new channel.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
-    for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
+    enum Change {
+        Denied,
+        Revoked,
+        AuthorityRemoved,
+    }
+    let changes = [Change::Denied, Change::Revoked, Change::AuthorityRemoved];
+    for (change, is_far) in changes.iter().flat_map(|one| [(one, true), (one, false)]) {
         let pair = Pair::start(&Setup::default());
         let host = |name| pair.authority.host_trusting(&[name], &[&pair.other]);
         let (near_host, far_host) = (host(NEAR), host(FAR));
@@ -469,11 +475,18 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         };
         let pem = fs::read(peer.join("cert.pem")).unwrap();
         let leaf = CertificateDer::from_pem_slice(&pem).unwrap();
-        if is_denied {
-            let key = Pin::of_key(&leaf).unwrap();
-            fs::write(judge.join(DENIED_FILE), key.to_string()).unwrap();
-        } else {
-            fs::write(judge.join("ca-crl.pem"), revoke(&pair.authority, &leaf)).unwrap();
+        match change {
+            Change::Denied => {
+                let key = Pin::of_key(&leaf).unwrap();
+                fs::write(judge.join(DENIED_FILE), key.to_string()).unwrap();
+            }
+            Change::Revoked => {
+                fs::write(judge.join("ca-crl.pem"), revoke(&pair.authority, &leaf)).unwrap();
+            }
+            Change::AuthorityRemoved => {
+                let alone = pair.other.host(&["other.test"]);
+                fs::copy(alone.join("ca-cert.pem"), judge.join("ca-cert.pem")).unwrap();
+            }
         }
         replace(is_far);
         let mut refused = pair.connect();

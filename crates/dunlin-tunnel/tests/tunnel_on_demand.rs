@@ -383,3 +383,36 @@ fn a_demand_raises_the_lane_count_of_connected_peers() {
     let second = scene.near.open(&demand).unwrap();
     assert_eq!(lanes(&second, 4, u64::MAX), 4);
 }
+
+/// A listener for a VM that leaves may be in the directory of the targets. A peer that names it must
+/// not send through it under this host's identity.
+#[test]
+fn i7_a_peer_does_not_reach_the_listener_of_a_vm_that_leaves() {
+    let scene = Scene::start();
+    let exit = Exit {
+        route: "ram".to_owned(),
+        allow: names(&[NEAR]),
+        target: Target::Unix(scene.path("{vm}.sock")),
+        window_bytes: WINDOW_BYTES,
+    };
+    let to = scene.near.address().unwrap().to_string();
+    let routes = Routes::new(vec![entrance("leave", &to)], vec![exit]).unwrap();
+    let own = identities(scene.authority.identity(&[FAR]));
+    scene.far.replace(own, &routes).unwrap();
+    let leaving = scene.demand("leave", None, "web.sock");
+    let leaving = scene.far.open(&leaving).unwrap();
+    let listener = scene.open("ram", Some("vm=web"), "in");
+    let mut client = connect(&listener);
+    assert!(!matches!(client.read_once(&mut [0]), Ok(1..)));
+    let refused = scene
+        .near_events
+        .wait("refusal", |one| matches!(one, Event::Refused { .. }));
+    assert_eq!(refused.fault(), Some(FaultCode::Unauthorised));
+    assert_eq!(
+        leaving.status(),
+        ListenerStatus {
+            listens: true,
+            ..ListenerStatus::default()
+        }
+    );
+}

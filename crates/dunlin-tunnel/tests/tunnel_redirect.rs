@@ -13,8 +13,8 @@ use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, OTHER, identities};
 use dunlin_tunnel::{
-    BadRouteReason, Demand, Entrance, Event, Exit, Listen, Mode, PortRange, RelayExit, Routes,
-    Target, Tunnel, WINDOW_BYTES,
+    BadRouteReason, Demand, Entrance, Event, Exit, Limits, Listen, Mode, PortRange, RelayExit,
+    Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
 fn any_port() -> TcpListener {
@@ -172,6 +172,41 @@ fn the_redirect_port_is_open_only_while_the_peers_tunnel_answers() {
     let none = identities(authority.identity(&[NEAR]));
     near.replace(none, &Routes::default()).unwrap();
     assert_eq!(near.refused_redirects(), None);
+}
+
+/// A toolstack may connect at any time, so the port must not close because nothing has used it for
+/// some time.
+#[test]
+fn the_redirect_port_stays_open_although_nothing_uses_it() {
+    let authority = Authority::new();
+    let far = far(&authority, NEAR, &["127.0.0.1"], one(free_port()));
+    let port = free_port();
+    let listen = Listen::Redirected {
+        address: "192.0.2.7".parse().unwrap(),
+        ports: PortRange::new(49152, 49215).unwrap(),
+        at: port,
+    };
+    let redirected = vec![entrance(listen, far.address().unwrap())];
+    let routes = Routes::default().with_redirected(redirected, Vec::new(), Vec::new());
+    let limits = Limits {
+        idle: Duration::from_millis(100),
+        ..Limits::default()
+    };
+    let events = Events::default();
+    let own = identities(authority.identity(&[NEAR]));
+    let _near = Tunnel::builder(any_port(), own, &routes.unwrap())
+        .limits(limits)
+        .observer(events.observer())
+        .start()
+        .unwrap();
+    wait_until_listening(port, true);
+    let until = Instant::now() + 8 * limits.idle;
+    while Instant::now() < until {
+        TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+        thread::sleep(limits.idle / 10);
+    }
+    let up = |one: &Event| matches!(one, Event::TrunkUp { .. });
+    assert_eq!(events.count(up), 1);
 }
 
 #[test]

@@ -354,7 +354,7 @@ fn refusals_have_a_reason_and_other_channels_continue() {
     let mut near = scene.connect("good");
     let (mut far, _) = listener.accept().unwrap();
     for (route, code, word) in [
-        ("forbidden", FaultCode::Unauthorised, "not authorised"),
+        ("forbidden", FaultCode::Unauthorised, "other.test"),
         ("missing", FaultCode::TargetUnreachable, "none"),
         ("refusing", FaultCode::TargetUnreachable, "refused"),
         ("full", FaultCode::TargetUnreachable, "timed out"),

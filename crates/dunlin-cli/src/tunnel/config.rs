@@ -136,6 +136,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
                 limit => Ok(limit),
             }
         }),
+        idle: usual.idle,
         connect: found.or(&table.connect, usual.connect, parse_limit),
         lane_records: usual.lane_records,
         sending_threads: usual.sending_threads,

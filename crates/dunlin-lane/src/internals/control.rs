@@ -45,7 +45,7 @@ pub enum ControlError {
     #[error("the control lane stalled in the middle of a message: the peer or the network hangs")]
     Stalled,
     /// The kernel has ended the connection, because the peer's host did not acknowledge data or
-    /// keep-alive probes (`ETIMEDOUT`).
+    /// keep-alive probes (`ETIMEDOUT`, or the reason that a router gave).
     #[error("the peer's host does not answer: it has failed, or the network drops packets")]
     Unanswered,
     /// The peer closed the lane.
@@ -200,13 +200,31 @@ impl ControlStream {
     /// a further read took too long. [`ControlError::Closed`] if the peer closed the lane before
     /// the first byte, [`ControlError::Truncated`] if it closed the lane after the first byte.
     pub fn receive_exact(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), ControlError> {
+        self.fill(buffer, deadline, || Instant::now() + STALL_LIMIT)
+    }
+
+    /// Fills `buffer`. The deadline applies to every byte, so that a peer that sends slowly holds
+    /// the caller no longer than a silent one.
+    ///
+    /// # Errors
+    /// Those of [`ControlStream::receive_exact`].
+    pub fn receive_exact_by(
+        &self,
+        buffer: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), ControlError> {
+        self.fill(buffer, deadline, || deadline)
+    }
+
+    fn fill(
+        &self,
+        buffer: &mut [u8],
+        first: Instant,
+        further: impl Fn() -> Instant,
+    ) -> Result<(), ControlError> {
         let mut filled = 0;
         while filled < buffer.len() {
-            let until = if filled == 0 {
-                deadline
-            } else {
-                Instant::now() + STALL_LIMIT
-            };
+            let until = if filled == 0 { first } else { further() };
             match self.receive(&mut buffer[filled..], until) {
                 Ok(0) if filled == 0 => return Err(ControlError::Closed),
                 Ok(0) => return Err(ControlError::Truncated),
@@ -324,7 +342,9 @@ impl ControlStream {
         }
         match error.kind() {
             io::ErrorKind::WouldBlock => ControlError::Stalled,
-            io::ErrorKind::TimedOut => ControlError::Unanswered,
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable => ControlError::Unanswered,
             io::ErrorKind::ConnectionReset
             | io::ErrorKind::BrokenPipe
             | io::ErrorKind::UnexpectedEof => ControlError::Truncated,

@@ -65,9 +65,6 @@ pub fn of_handshake(error: &HandshakeError) -> FaultCode {
         HandshakeError::Incompatible(_) | HandshakeError::PeerAlert(Alert(70 | 71)) => {
             FaultCode::SecurityNotAgreed
         }
-        HandshakeError::TooLong | HandshakeError::Protocol(_) => FaultCode::Malformed,
-        HandshakeError::Offload(refused) => refused.fault(),
-        HandshakeError::Local(_) => FaultCode::Internal,
         error => fault_behind(error).unwrap_or_else(|| error.of_control_lane()),
     }
 }

@@ -271,7 +271,9 @@ pub fn linger(mut stream: &TcpStream, deadline: Instant) {
 
 fn io_error(error: io::Error) -> HandshakeError {
     match error.kind() {
-        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => HandshakeError::Deadline,
+        // `ETIMEDOUT` is different: the kernel has ended the connection.
+        io::ErrorKind::TimedOut if error.raw_os_error().is_none() => HandshakeError::Deadline,
+        io::ErrorKind::WouldBlock => HandshakeError::Deadline,
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => HandshakeError::PeerClosed,
         _ => HandshakeError::Io(error),
     }

@@ -229,6 +229,16 @@ impl Identity {
         self.authorities.check_admitted(peer)
     }
 
+    /// Checks whether a peer that was admitted earlier still has a chain to an authority of this
+    /// identity, and whether this identity's lists revoke none of that chain.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Revoked`] or [`PeerRefused::Uncertified`].
+    #[cfg(feature = "unstable-internals")]
+    pub fn check_peer_chain(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        self.authorities.check_peer_chain(peer)
+    }
+
     fn leaf(&self) -> Result<X509Certificate<'_>, IdentityErrorKind> {
         parse(
             Item::Certificate,

@@ -136,6 +136,14 @@ pub enum PeerRefused {
         "the peer's certificate has expired since it connected: renew it on the peer, or correct this host's clock"
     )]
     Expired,
+    /// The certificate had a valid chain when the peer was admitted, and has none now.
+    #[error(
+        "the peer's certificate no longer has a valid chain on this host: {reason}; give both hosts certificates of one authority, and replace revocation lists that are out of date"
+    )]
+    Uncertified {
+        /// What is wrong with the chain.
+        reason: String,
+    },
     /// Only pins are allowed, and none of them matches.
     #[error(
         "the peer's certificate is not the pinned one: the certificate is {certificate} and its key is {key}, but pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise the peer is another host",

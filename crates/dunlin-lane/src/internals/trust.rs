@@ -53,14 +53,15 @@ use rustls::{CertificateError, DistinguishedName, OtherError, RootCertStore};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 use webpki::{
-    CertRevocationList, EndEntityCert, ExpirationPolicy, ExtendedKeyUsageValidator, KeyUsage,
-    RevocationOptionsBuilder, UnknownStatusPolicy,
+    CertRevocationList, EndEntityCert, ExpirationPolicy, ExtendedKeyUsageValidator,
+    KeyPurposeIdIter, KeyUsage, RevocationOptionsBuilder, UnknownStatusPolicy,
 };
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
 use super::denied::Denied;
 use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
+use super::provider::handshake_algorithms;
 
 /// Maximum number of certificates followed to find where a chain ends.
 const CHAIN_LIMIT: usize = 8;
@@ -210,6 +211,44 @@ impl Authorities {
         self.check_listed(&peer.leaf)
             .map_err(|_| PeerRefused::Revoked)?;
         in_date(&peer.leaf, UnixTime::now()).map_err(|_| PeerRefused::Expired)
+    }
+
+    /// Checks the chain of a peer that was admitted earlier: an authority may have been removed
+    /// since then, and an intermediate revoked. A peer that a pin admitted needs no chain.
+    ///
+    /// # Errors
+    /// [`PeerRefused::Revoked`] or [`PeerRefused::Uncertified`].
+    pub(super) fn check_peer_chain(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
+        let chain = self.verify(
+            &peer.leaf,
+            &peer.intermediates,
+            UnixTime::now(),
+            AnyUsage,
+            &handshake_algorithms(),
+        );
+        match chain {
+            Ok(_) => Ok(()),
+            Err(webpki::Error::CertRevoked) => Err(PeerRefused::Revoked),
+            Err(_) if matches!(peer.authorised_by, AuthorisedBy::Pin(_)) => Ok(()),
+            Err(error) => Err(PeerRefused::Uncertified {
+                reason: match error {
+                    webpki::Error::UnknownIssuer => {
+                        "this host trusts no authority that issued it".to_owned()
+                    }
+                    other => to_rustls_error(other).to_string(),
+                },
+            }),
+        }
+    }
+}
+
+/// Accepts every extended key usage. The handshake has checked it, and it depends on the role that
+/// the peer had there.
+struct AnyUsage;
+
+impl ExtendedKeyUsageValidator for AnyUsage {
+    fn validate(&self, _: KeyPurposeIdIter<'_, '_>) -> Result<(), webpki::Error> {
+        Ok(())
     }
 }
 

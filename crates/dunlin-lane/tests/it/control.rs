@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -204,6 +205,24 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
         "{error}"
     );
     accept.join().unwrap();
+}
+
+/// A peer that sends one byte at a time must not hold this side longer than its deadline.
+#[test]
+fn i7_a_deadline_for_all_bytes_ends_a_slow_message() {
+    let (near, far) = lane();
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let slow = thread::spawn(move || {
+        while !stopped.load(Ordering::Relaxed) && far.send(b"x").is_ok() {
+            thread::sleep(Duration::from_millis(20));
+        }
+    });
+    let deadline = Instant::now() + Duration::from_millis(200);
+    let error = near.receive_exact_by(&mut [0; 4096], deadline).unwrap_err();
+    assert!(matches!(error, ControlError::Stalled), "{error}");
+    stop.store(true, Ordering::Relaxed);
+    slow.join().unwrap();
 }
 
 /// After a partially written record this side must not send anything. If the peer does not read,

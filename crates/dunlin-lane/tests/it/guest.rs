@@ -280,10 +280,12 @@ fn i7_a_close_inside_a_read_is_an_error() {
         sender.send_with(b"", &mut pattern(PAGE_BYTES, 9)).unwrap();
         sender.finish().unwrap();
         let error = receiver.read_exact(&mut [0; 3 * PAGE_BYTES]).unwrap_err();
-        assert!(
-            matches!(error, ReceiveError::ClosedInside),
-            "{name}: {error}"
-        );
+        match error {
+            ReceiveError::ClosedInside => assert_ne!(name, "plain"),
+            // A plain lane cannot tell a close from the death of the peer.
+            ReceiveError::Truncated => assert_eq!(name, "plain"),
+            error => panic!("{name}: {error}"),
+        }
     }
 }
 

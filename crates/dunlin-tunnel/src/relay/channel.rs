@@ -211,7 +211,9 @@ impl Channel {
 
     pub(super) fn of_io(&self, error: &io::Error) -> Failure {
         match error.kind() {
-            io::ErrorKind::TimedOut => {
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable => {
                 self.lost("peer vanished: keep-alive probes are not answered")
             }
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {

@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use dunlin_lane::fault::of_handshake;
+use dunlin_lane::fault::{fault_behind, of_handshake};
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::relay::{Relayed, client};
 use dunlin_lane::policy::OldestTls;
@@ -101,10 +101,11 @@ pub(super) fn reach(site: &Site, entrance: &Entrance, dial: &Dial) -> Result<Rel
     let connected = site.connector.connect(to, deadline, cancel.wakeup());
     let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
     let stream = covered.map_err(|error| {
-        Failure::of_peer(
-            FaultCode::TargetUnreachable,
-            &format!("{to} cannot be reached: {error}"),
-        )
+        let text = format!("{to} cannot be reached: {error}");
+        match fault_behind(&error) {
+            Some(code) => Failure::new(code, text),
+            None => Failure::of_peer(FaultCode::TargetUnreachable, &text),
+        }
     })?;
     client(stream, &tls, deadline).map_err(|error| {
         let hint = match (&error, oldest) {

@@ -31,15 +31,16 @@ mod ready;
 mod splice;
 mod watch;
 
-use dunlin_lane::sync::lock;
-use dunlin_proto::text::harmless;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use dunlin_lane::peers::Principal;
+use dunlin_lane::sync::lock;
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::text::harmless;
 
 use super::counted::Counted;
 use super::error::TunnelError;
@@ -88,8 +89,18 @@ struct State {
     /// entrance or port, not a TCP port. Each queue has a thread that connects its members.
     queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// The number of channels of each peer, including those that wait.
-    peers: BTreeMap<String, Arc<AtomicUsize>>,
+    peers: HashMap<CountedPeer, Arc<AtomicUsize>>,
     phase: Phase,
+}
+
+/// The key under which channels are counted.
+#[derive(PartialEq, Eq, Hash)]
+enum CountedPeer {
+    /// The peer of an entrance, as its configuration names it.
+    Server(String),
+    /// A client. A client that a key pin allows can have any number of certificates, so its
+    /// certificate does not identify it.
+    Client(Principal),
 }
 
 /// The state of the watch thread, which starts with the first channel. No transition leads back.
@@ -180,7 +191,7 @@ impl Relays {
             Ok(dial) => {
                 let peer = dial.to.clone();
                 let half = Half::Accepted(Box::new(entrance.clone()), dial, socket);
-                self.wait(listener, &peer, half);
+                self.wait(listener, CountedPeer::Server(peer.clone()), &peer, half);
             }
             Err(failure) => refuse_accepted(&self.site, entrance, &socket, failure),
         }
@@ -196,6 +207,7 @@ impl Relays {
 
     /// Carries the connection of a TLS client that a port has authenticated.
     fn take(self: &Arc<Self>, port: u64, mut exit: RelayExit, relayed: Box<Relayed>) {
+        let counted = CountedPeer::Client(relayed.peer.principal());
         let peer = relayed.peer.to_string();
         if let Target::Ports { .. } = exit.target {
             let asked = dial::parameter(relayed.asked_for.as_deref());
@@ -210,14 +222,14 @@ impl Relays {
             }
         }
         let half = Half::Authenticated(Box::new(exit), relayed);
-        self.wait(port, &peer, half);
+        self.wait(port, counted, &peer, half);
     }
 
     /// Puts the first connection of a channel into a queue, or refuses it.
-    fn wait(self: &Arc<Self>, queue: u64, peer: &str, half: Half) {
+    fn wait(self: &Arc<Self>, queue: u64, counted: CountedPeer, peer: &str, half: Half) {
         let site = &self.site;
         let mut state = self.lock();
-        let counted = match self.admit(&mut state, queue, peer) {
+        let counted = match self.admit(&mut state, queue, counted, peer) {
             Ok(counted) => counted,
             Err(failure) => {
                 drop(state);
@@ -247,7 +259,13 @@ impl Relays {
 
     /// Counts a channel that will wait in a queue, or refuses it if a limit is reached or the
     /// tunnel is draining.
-    fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
+    fn admit(
+        &self,
+        state: &mut State,
+        queue: u64,
+        counted: CountedPeer,
+        peer: &str,
+    ) -> Result<Counted, Failure> {
         let limits = &self.site.limits;
         let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
         let most = most.clamp(1, limits.channels);
@@ -259,7 +277,7 @@ impl Relays {
         let busy = |text| Failure::new(FaultCode::Busy, text);
         let (queues, peers) = (&state.queues, &mut state.peers);
         peers.retain(|_, count| count.load(Ordering::SeqCst) > 0);
-        let counted = Counted::one_more(peers.entry(peer.to_owned()).or_default(), most);
+        let counted = Counted::one_more(peers.entry(counted).or_default(), most);
         let peer = harmless(peer);
         let counted = counted.ok_or_else(|| {
             busy(format!(

@@ -93,9 +93,9 @@ pub fn open(
 /// Reads the peer's answer to an offer.
 fn read_opening(control: &ControlStream, deadline: Instant) -> Result<Opening, OpenError> {
     let mut bytes = [0; PRELUDE_BYTES];
-    control.receive_exact(&mut bytes, deadline)?;
+    control.receive_exact_by(&mut bytes, deadline)?;
     let prelude = Prelude::decode(&bytes)?;
     let mut body = vec![0; prelude.body_bytes];
-    control.receive_exact(&mut body, deadline)?;
+    control.receive_exact_by(&mut body, deadline)?;
     Ok(Opening::decode(&prelude, &body)?)
 }

@@ -81,7 +81,7 @@ pub enum ReceiveError {
         limit: Duration,
     },
     /// The kernel has ended the connection, because the peer's host did not acknowledge data or
-    /// keep-alive probes (`ETIMEDOUT`).
+    /// keep-alive probes (`ETIMEDOUT`, or the reason that a router gave).
     #[error("the peer's host does not answer: it has failed, or the network drops packets")]
     Unanswered,
     /// No frame arrived within the caller's limit.
@@ -226,13 +226,18 @@ impl DataReceiver {
         }
         self.header_bytes = header.len();
         let begin = Instant::now();
+        let mut had_begun = false;
         while self.opened.is_empty() {
             match self.advance(header.len()) {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 // Part of a record has arrived, so a frame has begun.
                 Err(error @ ReceiveError::Stalled { .. }) if self.has_begun() => {
-                    return Err(self.fail(error));
+                    // The kernel may have received this part after the read had timed out.
+                    if !matches!(self.security, Security::Kernel(_)) || had_begun {
+                        return Err(self.fail(error));
+                    }
+                    had_begun = true;
                 }
                 Err(ReceiveError::Stalled { .. }) => match idle_limit {
                     Some(limit) if begin.elapsed() >= limit => {
@@ -262,7 +267,7 @@ impl DataReceiver {
             let count = if self.opened.is_empty() {
                 match self.advance_out(out) {
                     Ok(Some(count)) => count,
-                    Ok(None) => return Err(self.fail(ReceiveError::ClosedInside)),
+                    Ok(None) => return Err(self.fail(self.early_end())),
                     Err(error) => return Err(self.fail(error)),
                 }
             } else {
@@ -319,7 +324,7 @@ impl DataReceiver {
             if self.opened.is_empty() {
                 match self.advance(wanted) {
                     Ok(true) => {}
-                    Ok(false) => return Err(self.fail(ReceiveError::ClosedInside)),
+                    Ok(false) => return Err(self.fail(self.early_end())),
                     Err(error) => return Err(self.fail(error)),
                 }
                 continue;
@@ -363,7 +368,7 @@ impl DataReceiver {
             }
             match self.advance_into(&mut waiting, &mut targets) {
                 Ok(true) => {}
-                Ok(false) => return Err(self.fail(ReceiveError::ClosedInside)),
+                Ok(false) => return Err(self.fail(self.early_end())),
                 Err(error) => return Err(self.fail(error)),
             }
         }
@@ -393,7 +398,7 @@ impl DataReceiver {
             }
             match self.state {
                 State::Open => {}
-                State::Closed => return Err(self.fail(ReceiveError::ClosedInside)),
+                State::Closed => return Err(self.fail(self.early_end())),
                 State::Failed => return Err(ReceiveError::Spent),
             }
             let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
@@ -407,7 +412,7 @@ impl DataReceiver {
                 pieces[count] = VolatileSlice::from(&mut header[..ahead]);
             }
             match self.read_content(&pieces[..count + usize::from(reads_ahead)]) {
-                Ok(END) => return Err(self.fail(ReceiveError::ClosedInside)),
+                Ok(END) => return Err(self.fail(self.early_end())),
                 Ok(Received {
                     bytes,
                     control: None,
@@ -610,6 +615,21 @@ impl DataReceiver {
         self.control(content_type, start, count)
     }
 
+    /// The error of an end that the peer should not have caused yet. A plain lane has no
+    /// authenticated close, so there the peer may have died.
+    #[cfg(feature = "unstable-internals")]
+    #[must_use]
+    pub fn ended_early(&self) -> ReceiveError {
+        self.early_end()
+    }
+
+    fn early_end(&self) -> ReceiveError {
+        match self.security {
+            Security::Plain => ReceiveError::Truncated,
+            _ => ReceiveError::ClosedInside,
+        }
+    }
+
     /// Whether part of the next frame has arrived, although none of it can be read yet.
     fn has_begun(&self) -> bool {
         match &self.security {
@@ -699,7 +719,9 @@ impl DataReceiver {
             io::ErrorKind::WouldBlock => ReceiveError::Stalled {
                 limit: self.stall_limit,
             },
-            io::ErrorKind::TimedOut => ReceiveError::Unanswered,
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable => ReceiveError::Unanswered,
             io::ErrorKind::ConnectionReset => ReceiveError::Truncated,
             _ => match OpenError::of_kernel(&error) {
                 Some(record) => record.into(),

@@ -61,7 +61,7 @@ pub enum SendError {
         limit: Duration,
     },
     /// The kernel has ended the connection, because the peer's host did not acknowledge data or
-    /// keep-alive probes (`ETIMEDOUT`).
+    /// keep-alive probes (`ETIMEDOUT`, or the reason that a router gave).
     #[error("the peer's host does not answer: it has failed, or the network drops packets")]
     Unanswered,
     /// This side used the lane's [`Canceller`].
@@ -546,7 +546,9 @@ impl DataSender {
             io::ErrorKind::WouldBlock => SendError::Stalled {
                 limit: self.stall_limit,
             },
-            io::ErrorKind::TimedOut => SendError::Unanswered,
+            io::ErrorKind::TimedOut
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable => SendError::Unanswered,
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => match self.reason() {
                 Some(alert) => SendError::PeerAlert(alert),
                 None => SendError::PeerClosed,

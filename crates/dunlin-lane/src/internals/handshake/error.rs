@@ -162,6 +162,9 @@ impl HandshakeError {
             | Self::Incompatible(_)
             // Alert 70 is protocol_version. A Dunlin peer supports TLS 1.3 and never sends 70.
             | Self::PeerAlert(Alert(70)) => FaultCode::NotDunlin,
+            Self::TooLong | Self::Protocol(_) => FaultCode::Malformed,
+            Self::Offload(refused) => refused.fault(),
+            Self::Local(_) => FaultCode::Internal,
             _ => FaultCode::Unauthorised,
         }
     }
