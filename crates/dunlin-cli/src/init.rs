@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::slice::from_ref;
 
 use anyhow::{Result, ensure};
-use clap::Args;
+use clap::{Args, value_parser};
 use serde_json::json;
 
 use crate::code::DONE;
@@ -37,10 +37,10 @@ pub(crate) struct Init {
     #[arg(long, value_name = "NAME", default_value = "ram", value_parser = parse_route)]
     route: String,
     /// Days until the hosts' certificates expire.
-    #[arg(long, value_name = "N", default_value_t = 365)]
+    #[arg(long, value_name = "N", default_value_t = 365, value_parser = value_parser!(u32).range(1..))]
     days: u32,
     /// Days until the authority's certificate expires.
-    #[arg(long, value_name = "N", default_value_t = 3650)]
+    #[arg(long, value_name = "N", default_value_t = 3650, value_parser = value_parser!(u32).range(1..))]
     ca_days: u32,
     /// Print one JSON object.
     #[arg(long)]

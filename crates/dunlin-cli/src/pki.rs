@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use clap::Subcommand;
+use clap::{Subcommand, value_parser};
 use dunlin::lane::identity::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, Dated, Files, Identity, KEY_FILE, Layout, Role,
 };
@@ -35,7 +35,7 @@ pub(crate) enum Command {
         /// A new directory for the authority's certificate and key.
         directory: PathBuf,
         /// Days until the authority's certificate expires.
-        #[arg(long, value_name = "N", default_value_t = 3650)]
+        #[arg(long, value_name = "N", default_value_t = 3650, value_parser = value_parser!(u32).range(1..))]
         days: u32,
         /// Print one JSON object that names the directory.
         #[arg(long)]
@@ -50,7 +50,7 @@ pub(crate) enum Command {
         #[arg(long = "name", value_name = "NAME", required = true, value_parser = parse_name)]
         names: Vec<String>,
         /// Days until the host's certificate expires.
-        #[arg(long, value_name = "N", default_value_t = 365)]
+        #[arg(long, value_name = "N", default_value_t = 365, value_parser = value_parser!(u32).range(1..))]
         days: u32,
         /// A new directory for the host's certificate and key, to use with `--identity`.
         directory: PathBuf,

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::verdict::{State, Verdict, setting};
-use crate::text::{clean, count, plain};
+use crate::text::{clean, clean_lines, count, plain};
 
 /// The version of the JSON lines: raised when a field changes its meaning.
 pub(super) const SCHEMA: u32 = 1;
@@ -57,7 +57,7 @@ pub(super) fn table(verdicts: &[Verdict]) {
             one.state.name(),
             one.check,
             clean(&one.value),
-            clean(&one.means)
+            clean_lines(&one.means)
         );
         if !one.fix.is_empty() {
             println!("          fix: {}", clean(&one.fix));

@@ -13,6 +13,7 @@ use dunlin_lane::identity::{Role, Summary};
 
 pub(super) use crate::identity::SERVICES as GROUP;
 use crate::identity::{Reading, load_identity};
+use crate::text::chained;
 use crate::tunnel::look_up;
 
 /// Where certificates are searched for, in this order.
@@ -66,11 +67,11 @@ pub(super) fn identity(given: Option<&Path>) -> Result<(PathBuf, Summary)> {
         let load = |role| load_identity(&path, role, &Reading::default());
         match load(Role::Source).and_then(|one| load(Role::Destination).map(|_| one)) {
             Ok((identity, _)) => return Ok((path, identity.summary()?)),
-            Err(error) => reasons.push(format!("{}: {error:#}", path.display())),
+            Err(error) => reasons.push(chained(&error)),
         }
     }
     bail!(
-        "no usable certificates for this host: create them (docs/identity.md), correct what is listed below, or name another directory with --identity\n{}",
+        "no usable certificates for this host: create them with `dunlin init` and give their directory with --install-identity, correct what is listed below, or name another directory with --identity\n{}",
         reasons.join("\n")
     )
 }

@@ -100,8 +100,14 @@ impl Migrate {
     /// The name of the route to the other host.
     fn route(&self) -> Result<String> {
         let file = &self.config.config;
-        let text = std::fs::read_to_string(file)
-            .with_context(|| format!("cannot read the configuration {}", file.display()))?;
+        let text = std::fs::read_to_string(file).with_context(|| {
+            format!(
+                "cannot read the configuration {}: run `dunlin libvirt enable --sockets --peer \
+                     {}` first, or correct --config",
+                file.display(),
+                clean(&self.host)
+            )
+        })?;
         let routes = Config::parse(file, &text)?.routes;
         let mut all = leaving(&routes);
         let route = all.find(|(host, _)| *host == self.host);

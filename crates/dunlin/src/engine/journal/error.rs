@@ -25,7 +25,7 @@ pub enum JournalError {
         source: io::Error,
     },
     /// The directory's mode grants access to other users, or another user owns the directory.
-    #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
+    #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; run `chmod 700 {path}`, and give it to the user of this process with `chown`", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
