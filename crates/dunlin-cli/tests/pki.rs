@@ -80,6 +80,15 @@ fn what_is_issued_is_shown() {
 }
 
 #[test]
+fn a_certificate_is_valid_for_a_day_or_more() {
+    let scratch = Scratch::new();
+    let mut init = words("pki init --days 0");
+    init.arg(scratch.join("ca"));
+    finish(init).expect(2);
+    assert!(!scratch.join("ca").exists());
+}
+
+#[test]
 fn a_directory_without_an_identity_is_an_error() {
     let scratch = Scratch::new();
     let mut show = words("pki show");

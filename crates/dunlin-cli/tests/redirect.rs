@@ -531,6 +531,16 @@ fn a_dry_run_prints_what_apply_would_load() {
     assert_eq!(nft(&net.a, &["list", "ruleset"]).expect(0).out, by_hand);
     assert_eq!(object("remove --json")["removed"], true);
     assert_eq!(object("remove --json")["removed"], false);
+    // A dry run may be on another host than the users, so it only warns.
+    let unknown = net
+        .usual()
+        .replacen("users = [", "users = [\"no-such-user\", ", 1);
+    net.configure(&unknown);
+    for (line, code) in [("apply --dry-run", 0), ("apply", 1)] {
+        let done = finish(net.redirect(&net.a, line)).expect(code);
+        assert!(done.err.contains("no-such-user"), "{done:?}");
+    }
+    assert_eq!(net.show(&net.a, 1)["state"], "missing");
 }
 
 /// Each host lacks something, and the error names it.

@@ -1,10 +1,8 @@
 //! The exit of a channel: checks that the peer may use the route and connects to the target.
 
-use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 
-use dunlin_lane::peers::PeerRefused;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::text::harmless;
 
@@ -59,31 +57,6 @@ fn built_in(hub: &Hub, route: &str) -> Option<io::Result<Stream>> {
     }
 }
 
-/// The failure of a peer that a route does not allow. Both hosts print the text, so it says which
-/// host has to change what.
-fn not_allowed(route: &str, refused: &PeerRefused) -> Failure {
-    let text = match refused {
-        PeerRefused::Name { presented, allowed } => format!(
-            "route {route:?} does not allow the connecting host: its certificate carries none of the allowed names: it has {}, allowed is {}; correct `allow` on the accepting host, or give the connecting host a certificate with the right name",
-            list(presented),
-            list(allowed)
-        ),
-        _ => format!("route {route:?} does not allow the connecting host: {refused}"),
-    };
-    Failure::new(refused.fault(), text)
-}
-
-fn list<T: Display>(names: &[T]) -> String {
-    if names.is_empty() {
-        return "no names".to_owned();
-    }
-    names
-        .iter()
-        .map(T::to_string)
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
 /// Connects to a route's target. Returns the connection and the route's window.
 fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failure> {
     let Some(exit) = hub.site.exit(route) else {
@@ -102,7 +75,8 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
     let peer = &hub.terms.peer;
     let admitted = hub.site.check_admitted(peer);
     if let Err(refused) = admitted.and_then(|()| exit.allow.authorise_further(peer)) {
-        return Err(not_allowed(route, &refused));
+        let text = format!("route {route:?} does not allow the connecting host");
+        return Err(Failure::new(refused.fault(), text).because(&refused));
     }
     let target = parameter::fill(route, &exit.target, parameter)?;
     if let Target::Unix(path) = &target

@@ -228,6 +228,11 @@ impl LastingListener {
         })
     }
 
+    /// Reports in `lost` from now on whether the listener is lost.
+    pub(super) fn reporting_to(self, lost: Lost) -> Self {
+        Self { lost, ..self }
+    }
+
     /// The reason why the listener is lost; holds `None` while the listener listens. The returned
     /// value stays current after the listener has moved to a thread.
     pub(super) fn lost(&self) -> Lost {

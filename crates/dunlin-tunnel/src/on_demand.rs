@@ -169,18 +169,19 @@ impl OnDemandListener {
         access: &FileAccess,
         passed: &Sockets,
     ) -> io::Result<Self> {
-        // The listener must be listed when it begins to listen. Its state is known after that.
-        let site = &carriers.site;
-        let before = site.list_on_demand(&entrance.listen, Lost::default());
+        // The listener is listed before it begins to listen, so that no peer can reach it earlier.
+        let lost = Lost::default();
+        let listed = carriers
+            .site
+            .list_on_demand(&entrance.listen, Arc::clone(&lost));
         let listener = LastingListener::open(&mut entrance.listen, access, passed)?;
-        let listed = site.list_on_demand(&entrance.listen, listener.lost());
-        drop(before);
+        let listener = listener.reporting_to(Arc::clone(&lost));
         let (waker, wakeup) = waker()?;
         let tally = Arc::new(ListenerTally {
             number: next_number(),
             entrance,
             access: *access,
-            lost: listener.lost(),
+            lost,
             parameter: demand
                 .parameter
                 .as_ref()

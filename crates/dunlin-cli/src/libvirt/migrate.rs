@@ -103,7 +103,7 @@ impl Migrate {
         let text = std::fs::read_to_string(file).with_context(|| {
             format!(
                 "cannot read the configuration {}: run `dunlin libvirt enable --sockets --peer \
-                     {}` first, or correct --config",
+                 {}` first, or correct --config",
                 file.display(),
                 clean(&self.host)
             )

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 
-use anyhow::{Context, Error, Result, bail};
+use anyhow::{Context, Error, Result, bail, ensure};
 use clap::Args;
 use dunlin_ipsec::connections;
 use dunlin_ipsec::sock_diag::{TcpConnection, destroy};
@@ -94,9 +94,8 @@ impl Apply {
     fn apply(&self) -> Result<Rules> {
         let read = self.source.read()?;
         log::warn(read.redirects.iter().filter_map(past));
-        if let Some(text) = unknown_users(&read.redirects, Some(&read.user))?.pop() {
-            bail!(text);
-        }
+        let unknown = unknown_users(&read.redirects, Some(&read.user))?;
+        ensure!(unknown.is_empty(), unknown.join("\n"));
         let redirects = addressed(read.redirects, read.port)?;
         if !self.force {
             refuse_unprotected(&redirects)?;

@@ -103,7 +103,7 @@ pub enum BadPeer {
 pub enum PeerRefused {
     /// The certificate has none of the allowed names and fits no allowed pin.
     #[error(
-        "the peer's certificate is valid but carries none of the allowed names: it has {}, allowed {} {}; correct the peer names on this host, or give the peer a certificate with the right name",
+        "the certificate is valid but carries none of the allowed names: it has {}, allowed {} {}; correct the allowed names on the host that refuses, or give the other host a certificate with the right name",
         list(.presented), if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
     )]
     Name {
