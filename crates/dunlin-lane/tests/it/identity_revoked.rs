@@ -75,6 +75,41 @@ fn pins(host: &Host) -> [Peers; 2] {
     pins.map(|pin| names(&[&pin.to_string()]))
 }
 
+/// A peer that was admitted before a reload is checked again with its chain.
+#[test]
+fn i6_an_admitted_peer_needs_a_chain_that_is_valid_now() {
+    let (root, other) = (Ca::root("root"), Ca::root("other"));
+    let below = root.under("rack 9");
+    let peer = Host::new(&below.issue(&wish(&[SOURCE])), &below.pem, &root.pem, "");
+    let own = root.issue(&wish(&[DESTINATION]));
+    let judge = |authorities: &str, lists: &str| Host::new(&own, "", authorities, lists).load();
+    let admitted = |allowed: Peers| {
+        let crypto = Crypto::auto();
+        let client = peer.load().client(&crypto, Peers::AnyFromAuthority);
+        let server = judge(&root.pem, "").server(&crypto, allowed).unwrap();
+        let (near, far) = pair();
+        let accepting = thread::spawn(move || control::server(far, &server, soon()).unwrap());
+        let _near = control::client(near, &client.unwrap(), soon()).unwrap();
+        accepting.join().unwrap().peer().clone()
+    };
+    let by_name = admitted(names(&[SOURCE]));
+    let revoked = judge(&root.pem, &root.revoke(&[below.serial], 2096));
+    let another = judge(&root.pem, &root.revoke(&[below.serial + 1000], 2096));
+    let removed = judge(&other.pem, "");
+    assert_eq!(another.check_peer_chain(&by_name), Ok(()));
+    let refused = revoked.check_peer_chain(&by_name);
+    assert_eq!(refused, Err(PeerRefused::Revoked));
+    let refused = removed.check_peer_chain(&by_name);
+    assert!(matches!(refused, Err(PeerRefused::Uncertified { .. })));
+    // A pinned peer needs no authority, but its chain must not be revoked.
+    for pin in pins(&peer) {
+        let pinned = admitted(pin);
+        assert_eq!(removed.check_peer_chain(&pinned), Ok(()));
+        let refused = revoked.check_peer_chain(&pinned);
+        assert_eq!(refused, Err(PeerRefused::Revoked));
+    }
+}
+
 /// Claim A11 of docs/security.
 #[test]
 fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_intermediate() {

@@ -30,6 +30,8 @@ use dunlin_test_base::Scratch;
 pub struct Ca {
     issuer: Issuer<'static, KeyPair>,
     pub pem: String,
+    /// The serial number of the authority's certificate.
+    pub serial: u64,
 }
 
 /// A certificate and its key, as PEM.
@@ -59,12 +61,12 @@ pub fn wish<'a>(names: &'a [&'a str]) -> Wish<'a> {
     }
 }
 
-fn authority_params(name: &str) -> CertificateParams {
+fn authority_params(name: &str, serial: u64) -> CertificateParams {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.distinguished_name.push(DnType::CommonName, name);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    params.serial_number = Some(SerialNumber::from(next_serial()));
+    params.serial_number = Some(SerialNumber::from(serial));
     params
 }
 
@@ -97,19 +99,29 @@ fn params(wish: &Wish<'_>, serial: u64) -> CertificateParams {
 
 impl Ca {
     pub fn root(name: &str) -> Self {
-        let params = authority_params(name);
+        let serial = next_serial();
+        let params = authority_params(name, serial);
         let key = KeyPair::generate().unwrap();
         let pem = params.self_signed(&key).unwrap().pem();
         let issuer = Issuer::new(params, key);
-        Self { issuer, pem }
+        Self {
+            issuer,
+            pem,
+            serial,
+        }
     }
 
     pub fn under(&self, name: &str) -> Self {
-        let params = authority_params(name);
+        let serial = next_serial();
+        let params = authority_params(name, serial);
         let key = KeyPair::generate().unwrap();
         let pem = params.signed_by(&key, &self.issuer).unwrap().pem();
         let issuer = Issuer::new(params, key);
-        Self { issuer, pem }
+        Self {
+            issuer,
+            pem,
+            serial,
+        }
     }
 
     pub fn issue(&self, wish: &Wish<'_>) -> Issued {
